@@ -1,0 +1,5 @@
+"""``python -m helios`` is ``helios``."""
+
+from helios.cli import main
+
+main()

@@ -1,0 +1,88 @@
+"""What the kernels share: an import of Triton that may fail, and the launch options.
+
+Launch cost. Triton's launcher takes some 10 µs of Python for a call and compiles again whenever an integer
+argument changes its kind (1, a multiple of 16, anything else) or a ``constexpr`` its value. So the kernels
+take row and token counts from the grid, sizes of the model as ``constexpr``, and nothing else that changes
+between steps; a model needs one or two compiled forms of each kernel, and a warm-up at one token and at
+many makes all of them. Inside a CUDA graph the launcher is not involved.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def _load() -> tuple[Any, Any, Any]:
+    try:
+        triton = importlib.import_module("triton")
+        language = importlib.import_module("triton.language")
+        cuda = importlib.import_module("triton.language.extra.cuda")
+    except ImportError:
+        return None, None, None
+    return triton, language, cuda
+
+
+triton, tl, cuda = _load()
+
+
+def available(device: torch.device) -> bool:
+    """Whether the kernels run on ``device``: Triton is there, and an SM80 or later (or the interpreter)."""
+    if triton is None:
+        return False
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and interpreted()
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, as they do in the tests on a CPU."""
+    return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """``triton.jit``, or nothing where Triton is missing: the module then still imports."""
+    return function if triton is None else triton.jit(function)
+
+
+def constant(value: float) -> Any:
+    """A module-level number that kernels may read."""
+    return value if tl is None else tl.constexpr(value)
+
+
+class _Pdl:
+    """The one switch of this package, see :func:`use_pdl`."""
+
+    enabled = False
+
+
+def use_pdl(enabled: bool, device: torch.device | None = None) -> bool:
+    """Switch programmatic dependent launch on or off for later launches; returns what now holds.
+
+    A kernel launched so may start while the one before it still runs. Each of ours first loads what no
+    kernel of the step writes (weights), then waits for its predecessor to end (``gdc_wait``), and at once
+    lets its successor start likewise. It needs SM90; elsewhere it stays off. Set it before capturing.
+    """
+    _Pdl.enabled = (
+        enabled
+        and cuda is not None
+        and hasattr(cuda, "gdc_wait")
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
+    return _Pdl.enabled
+
+
+def launch_options(num_warps: int) -> dict[str, Any]:
+    """Keyword arguments of a launch: warps, the ``PDL`` constexpr and the attribute that goes with it."""
+    pdl = _Pdl.enabled
+    options: dict[str, Any] = {"num_warps": num_warps, "PDL": pdl}
+    return options | {"launch_pdl": True} if pdl else options
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is at least ``number`` (itself at least 1)."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,119 @@
+"""The packed batch of one forward: decode rows first, then prefill chunks, in one flat token axis.
+
+    tokens   [d0][d1]...[dn] [p0 p0 p0 ...][p1 p1 ...]
+    rows      0   1      n    n+1            n+2
+
+A row is one sequence's part of the tick. Decode rows bring one token; prefill rows any number. The
+:class:`BatchPacker` writes all integers into one preallocated (on CUDA: pinned) host buffer and moves
+them to the device in a single copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from helios.config import PAGE_SIZE
+from helios.runtime.page_pool import DUMMY_PAGE
+from helios.runtime.policy import RowPlan
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What attention needs to know of the rows. ``R = num_decode + prefill rows``; int32 tensors.
+
+    ``max_*`` are upper bounds that FlashAttention takes as plain numbers.
+    """
+
+    num_decode: int
+    page_table: torch.Tensor  # [R, pages]
+    kv_lengths: torch.Tensor  # [R] keys visible to the row's last token
+    prefill_cu_q: torch.Tensor  # [prefill rows + 1] offsets among the prefill tokens
+    max_prefill_q: int
+    max_kv: int
+
+    @property
+    def num_prefill(self) -> int:
+        return self.page_table.shape[0] - self.num_decode
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """Inputs of one model forward over ``T`` tokens in ``R`` rows; int64 unless said."""
+
+    input_ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    slots: torch.Tensor  # [T] page * PAGE_SIZE + offset where the token's K and V are written
+    logit_rows: torch.Tensor  # [S] token indices whose logits are wanted
+    attention: AttentionPlan
+
+
+class BatchPacker:
+    """Packs row plans into a :class:`ForwardBatch` on ``device``.
+
+    ``max_rows`` bounds the rows of a tick and ``max_pages`` the pages of a sequence.
+    """
+
+    def __init__(self, device: torch.device, max_tokens: int, max_rows: int, max_pages: int) -> None:
+        self._device = device
+        # Per token: id, position, slot, logit row; per row: length, offset, page table.
+        size = 4 * max_tokens + max_rows * (max_pages + 2) + 1
+        pinned = device.type == "cuda"
+        self._host = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
+        self._view = self._host.numpy()
+
+    def pack(self, rows: Seq[RowPlan], samplers: Seq[int]) -> ForwardBatch:
+        """Pack ``rows`` (decode rows first) and ask for the logits of the last token of each row in
+        ``samplers`` (indices into ``rows``). One host-to-device copy."""
+        num_tokens = sum(row.count for row in rows)
+        num_rows = len(rows)
+        num_decode = 0
+        while num_decode < num_rows and rows[num_decode].count == 1:
+            num_decode += 1
+        pages = max((row.end + PAGE_SIZE - 1) // PAGE_SIZE for row in rows)
+        cut = np.cumsum(
+            [num_tokens] * 3 + [len(samplers), num_rows, num_rows - num_decode + 1, num_rows * pages]
+        )
+        total = int(cut[-1])
+        ids, positions, slots, logit_rows, lengths, cu_q, tables = np.split(self._view[:total], cut[:-1])
+        tables = tables.reshape(num_rows, pages)
+        at = prefill = 0
+        ends: list[int] = []
+        cu_q[0] = 0
+        for index, row in enumerate(rows):
+            sequence, start, end = row.sequence, row.start, row.end
+            table = sequence.page_table
+            used = min(len(table), pages)
+            tables[index, :used] = table[:used]
+            tables[index, used:] = DUMMY_PAGE
+            lengths[index] = end
+            stop = at + row.count
+            if row.count == 1:
+                ids[at] = sequence.token_ids[start]
+                positions[at] = start
+                slots[at] = table[start // PAGE_SIZE] * PAGE_SIZE + start % PAGE_SIZE
+            else:
+                ids[at:stop] = sequence.token_ids[start:end]
+                where = np.arange(start, end, dtype=np.int32)
+                positions[at:stop] = where
+                slots[at:stop] = tables[index][where // PAGE_SIZE] * PAGE_SIZE + where % PAGE_SIZE
+            if start < sequence.num_sealed_blocks * PAGE_SIZE:
+                # Only the last token of a fully cached prompt: its page is shared and already holds it.
+                slots[at:stop] = DUMMY_PAGE * PAGE_SIZE
+            if index >= num_decode:
+                prefill += 1
+                cu_q[prefill] = cu_q[prefill - 1] + row.count
+            ends.append(stop - 1)
+            at = stop
+        for index, sampler in enumerate(samplers):
+            logit_rows[index] = ends[sampler]
+        device = self._host[:total].to(self._device, non_blocking=True)
+        parts = torch.tensor_split(device, cut[:-1].tolist())
+        max_q = max((row.count for row in rows[num_decode:]), default=0)
+        plan = AttentionPlan(
+            num_decode, parts[6].view(num_rows, pages), parts[4], parts[5], max_q, pages * PAGE_SIZE
+        )
+        return ForwardBatch(parts[0].long(), parts[1].long(), parts[2].long(), parts[3].long(), plan)

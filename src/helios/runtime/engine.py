@@ -1,0 +1,574 @@
+"""The engine: one tick at a time, owned by one thread.
+
+    step: drop what was cancelled → admit → policy.plan → runner.run → commit
+
+The engine knows sequences, pages and token ids; the :class:`Runner` knows tensors. A sequence finishes in
+exactly one place, :meth:`Engine._finish`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from helios.config import PAGE_SIZE
+from helios.errors import ContextLengthError, DeadlineError, InternalError, InvalidRequestError, RequestError
+from helios.runtime import policy
+from helios.runtime.detokenizer import Detokenizer, Vocabulary
+from helios.runtime.grammar import CompiledGrammar, GrammarMatcher
+from helios.runtime.page_pool import PagePool
+from helios.runtime.policy import RowPlan
+from helios.runtime.prefix_cache import PrefixCache, block_hash, root_hash
+from helios.runtime.request import (
+    FinishReason,
+    Grammar,
+    Job,
+    Sequence,
+    SequenceStatus,
+    TokenEvent,
+    TokenLogprob,
+)
+
+log = logging.getLogger("helios.engine")
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a forward gave, one entry per sampled row.
+
+    ``finite[i]`` is False where the logits held NaN or infinity; that row has no token.
+    """
+
+    token_ids: list[int]
+    finite: list[bool]
+    logprobs: list[TokenLogprob | None]
+    forward_seconds: float
+    # Of the prompt tokens after this tick's positions, for sequences that asked.
+    prompt_logprobs: dict[Sequence, list[TokenLogprob]] = field(
+        default_factory=dict[Sequence, list[TokenLogprob]]
+    )
+
+
+class Runner(Protocol):
+    """Runs planned rows on the model."""
+
+    def admit(self, sequence: Sequence) -> None:
+        """``sequence.row`` has been assigned: prepare what is kept per row."""
+        ...
+
+    def release(self, sequence: Sequence) -> None:
+        """``sequence`` leaves its row."""
+        ...
+
+    def run(self, rows: list[RowPlan], samplers: list[int]) -> StepResult:
+        """One forward over ``rows``; sample after the last token of each row in ``samplers``."""
+        ...
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page's keys and values in every layer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits of one engine. Times in seconds."""
+
+    max_batch_size: int
+    prefill_chunk_size: int
+    num_pages: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    prefill_age: float = 0.1
+    prefix_cache: bool = True
+    prefix_cache_ttl: float = 300.0
+    # Written by the engine when a thinking budget is used up: a newline, </think>, an empty line.
+    end_thinking_ids: tuple[int, ...] = ()
+
+
+class Grammars(Protocol):
+    """Compiles constraints, and remembers those it has compiled."""
+
+    def compile(self, grammar: Grammar, param: str = "response_format") -> CompiledGrammar:
+        """Raises InvalidRequestError for a grammar that cannot be compiled."""
+        ...
+
+
+class Engine:
+    """Continuous batching over a paged KV pool. Not thread-safe: one thread calls it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        vocabulary: Vocabulary,
+        grammars: Grammars | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.config = config
+        self.pool = PagePool(config.num_pages)
+        self.prefix_cache = PrefixCache(self.pool, config.prefix_cache_ttl)
+        self.running: list[Sequence] = []  # in admission order
+        self.waiting: deque[Job] = deque()
+        self.num_ticks = 0
+        self.num_finished_jobs = 0
+        # Called once a tick with its prompt tokens and sampled tokens.
+        self.on_tick: Callable[[int, int], None] | None = None
+        self._runner = runner
+        self._vocabulary = vocabulary
+        self._grammars = grammars
+        self._clock = clock
+        self._think_ids = {
+            vocabulary.marker_ids.get(name, -1): name == "<think>" for name in ("<think>", "</think>")
+        }
+        self._free_rows = list(range(config.max_batch_size - 1, -1, -1))
+        self._jobs: set[Job] = set()  # admitted and not finished
+        self._unforked: list[Sequence] = []  # further choices that wait for their prompt to be computed
+        self._blocked_job: Job | None = None  # whose wait for memory has been logged
+
+    # -- the door ---------------------------------------------------------------------------------
+
+    def check_fits(self, job: Job) -> None:
+        """Raise ContextLengthError or InvalidRequestError if ``job`` could never run. Any thread."""
+        config = self.config
+        wanted = job.num_prompt_tokens + job.max_tokens
+        if wanted > config.max_model_len:
+            raise ContextLengthError(
+                f"This server's maximum context length is {config.max_model_len} tokens. However, your request "
+                f"asks for {wanted} tokens ({job.num_prompt_tokens} in the prompt, {job.max_tokens} for the "
+                f"answer). Please shorten the prompt or lower max_tokens.",
+                param="max_tokens",
+            )
+        if job.params.n > config.max_batch_size:
+            raise InvalidRequestError(
+                f"n is {job.params.n}, but this server runs at most {config.max_batch_size} sequences at once.",
+                param="n",
+            )
+        pages = sum(self._pages_wanted(sequence) for sequence in job.sequences)
+        if pages > config.num_pages:
+            raise ContextLengthError(
+                f"The request needs {pages} KV pages of {PAGE_SIZE} tokens, but this server has "
+                f"{config.num_pages}. Please shorten the prompt, lower max_tokens or n.",
+                param="max_tokens",
+            )
+
+    def _pages_wanted(self, sequence: Sequence) -> int:
+        """Pages reserved for one sequence. The very last token is never computed."""
+        job = sequence.job
+        positions = job.num_prompt_tokens + job.max_tokens - 1
+        own = (positions + PAGE_SIZE - 1) // PAGE_SIZE
+        return own if sequence.index == 0 else own - job.num_prompt_tokens // PAGE_SIZE
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    # -- one tick ---------------------------------------------------------------------------------
+
+    def step(self) -> list[TokenEvent]:
+        """Run one tick. Returns the events of every sequence that gained a token or ended."""
+        now = self._clock()
+        events: list[TokenEvent] = []
+        self._drop_ended(now, events)
+        self._admit(now)
+        for sequence in self.running:
+            self._match_further(sequence, now)
+        rows = policy.plan(self.running, self.config.prefill_chunk_size, now, self.config.prefill_age)
+        if not rows:
+            return events
+        self.num_ticks += 1
+        samplers = [i for i, row in enumerate(rows) if row.end == row.sequence.num_tokens]
+        try:
+            result = self._runner.run(rows, samplers)
+        except Exception:
+            jobs = {row.sequence.job for row in rows}
+            log.exception("tick failed requests=%s", ",".join(sorted(job.job_id for job in jobs)))
+            for job in jobs:
+                self._fail(job, InternalError("The engine failed while computing this request."), events)
+            return events
+        self._commit(rows, samplers, result, events)
+        return events
+
+    def _commit(
+        self, rows: list[RowPlan], samplers: list[int], result: StepResult, events: list[TokenEvent]
+    ) -> None:
+        now = self._clock()
+        charged: set[tuple[Job, bool]] = set()
+        prompt_tokens = 0
+        for row in rows:
+            sequence, job = row.sequence, row.sequence.job
+            decoding = sequence.num_output_tokens > 0
+            prompt_tokens += 0 if decoding else row.count
+            if (job, decoding) not in charged:  # once per job, however many choices it has
+                charged.add((job, decoding))
+                if decoding:
+                    job.timings.decode_compute_seconds += result.forward_seconds
+                else:
+                    job.timings.prefill_compute_seconds += result.forward_seconds
+            entries = result.prompt_logprobs.get(sequence)
+            if entries is not None:
+                job.prompt_logprobs = [*(job.prompt_logprobs or [None]), *entries]
+            sequence.num_computed_tokens = row.end
+            if row.end // PAGE_SIZE > sequence.num_sealed_blocks:
+                self._publish(sequence, now)
+        for position, index in enumerate(samplers):
+            sequence = rows[index].sequence
+            if sequence.is_finished:
+                continue  # its job failed earlier in this loop
+            if not result.finite[position]:
+                why = sequence.grammar.error if sequence.grammar is not None else None
+                error = InternalError(why or "The model's output for this request is not a number.")
+                self._fail(sequence.job, error, events)
+                continue
+            if sequence.num_output_tokens == 0 and sequence.index == 0:
+                self._fork(sequence)
+            self._append(sequence, result.token_ids[position], result.logprobs[position], now, events)
+        if self.on_tick is not None:
+            self.on_tick(prompt_tokens, len(samplers))
+
+    def _append(
+        self,
+        sequence: Sequence,
+        token_id: int,
+        logprob: TokenLogprob | None,
+        now: float,
+        events: list[TokenEvent],
+    ) -> None:
+        """Add one sampled token and end the sequence if the token ends it."""
+        job, params = sequence.job, sequence.job.params
+        sequence.token_ids.append(token_id)
+        if sequence.forced:
+            sequence.forced.pop()
+        if params.thinking_budget is not None:
+            self._watch_thinking(sequence, token_id, params.thinking_budget)
+        timings = job.timings
+        if not timings.first_token:
+            timings.first_token = now
+        timings.last_token = now
+        detokenizer = sequence.detokenizer
+        assert detokenizer is not None
+        reason: FinishReason | None = None
+        text = ""
+        enough = sequence.num_output_tokens >= params.min_tokens
+        stop_token = token_id in params.stop_token_ids
+        if enough and (stop_token or (token_id in self.config.eos_token_ids and not params.ignore_eos)):
+            reason = FinishReason.STOP
+            if stop_token:
+                sequence.stop_match = token_id
+                if params.include_stop_str_in_output:
+                    text, _ = detokenizer.push(token_id)
+        else:
+            text, match = detokenizer.push(token_id)
+            if match is not None:
+                reason, sequence.stop_match = FinishReason.STOP, match
+            elif sequence.grammar is not None and self._completes(sequence.grammar, token_id):
+                reason = FinishReason.STOP
+            elif sequence.num_output_tokens >= job.max_tokens:
+                reason = FinishReason.LENGTH
+        if reason is not None and not isinstance(sequence.stop_match, str):
+            text += detokenizer.flush()
+        logprobs = None if logprob is None else [logprob]
+        event = TokenEvent(
+            job, sequence.index, [token_id], text, detokenizer.take_markers(), logprobs, reason
+        )
+        event.stop_match = sequence.stop_match
+        events.append(event)
+        if reason is not None:
+            self._finish(sequence, reason, now)
+
+    @staticmethod
+    def _completes(grammar: GrammarMatcher, token_id: int) -> bool:
+        """True when nothing but an end token could follow: no forward is spent on that."""
+        grammar.accept(token_id)
+        return grammar.is_finished
+
+    def _watch_thinking(self, sequence: Sequence, token_id: int, budget: int) -> None:
+        """Count tokens of thinking; when the budget is used up, write its end instead of sampling."""
+        opens = self._think_ids.get(token_id)
+        if opens is not None:
+            sequence.thinking_tokens = 0 if opens else -1
+        elif sequence.thinking_tokens >= 0:
+            sequence.thinking_tokens += 1
+        if sequence.thinking_tokens >= budget and not sequence.forced:
+            sequence.forced = list(reversed(self.config.end_thinking_ids))
+
+    # -- admission --------------------------------------------------------------------------------
+
+    def _admit(self, now: float) -> None:
+        """Admit jobs from the head of the queue while rows and pages last. First in, first out."""
+        self.prefix_cache.expire(now)
+        while self.waiting:
+            job = self.waiting[0]
+            if len(job.sequences) > len(self._free_rows) or not self._reserve(job, now):
+                if self._blocked_job is not job:
+                    self._blocked_job = job
+                    log.info(
+                        "admission blocked request=%s free_rows=%d free_pages=%d reclaimable_pages=%d",
+                        job.job_id, len(self._free_rows), self.pool.num_free, self.pool.num_cached_only,
+                    )  # fmt: skip
+                return
+            self.waiting.popleft()
+            job.timings.admitted = now
+            self._jobs.add(job)
+            grammar = job.params.grammar
+            compiled = self._grammars.compile(grammar) if grammar is not None and self._grammars else None
+            for sequence in job.sequences:
+                sequence.status = SequenceStatus.RUNNING
+                sequence.row = self._free_rows.pop()
+                sequence.aged_since = now
+                params = job.params
+                sequence.detokenizer = Detokenizer(
+                    self._vocabulary,
+                    params.stop,
+                    include_stop=params.include_stop_str_in_output,
+                    skip_special_tokens=params.skip_special_tokens,
+                    min_tokens=params.min_tokens,
+                )
+                if compiled is not None and grammar is not None:
+                    sequence.grammar = compiled.matcher(grammar.starts_after)
+                if params.thinking_budget is not None:
+                    self._find_thinking(sequence, params.thinking_budget)
+                self._runner.admit(sequence)
+            self.running.append(job.sequences[0])
+            self._unforked.extend(job.sequences[1:])
+            log.info(
+                "admitted request=%s prompt_tokens=%d cached_tokens=%d max_tokens=%d n=%d",
+                job.job_id, job.num_prompt_tokens, job.num_cached_tokens, job.max_tokens, job.params.n,
+            )  # fmt: skip
+
+    def _find_thinking(self, sequence: Sequence, budget: int) -> None:
+        """A prompt may end inside a thinking block: then its budget runs from the first token."""
+        last = next((token for token in reversed(sequence.token_ids) if token in self._think_ids), None)
+        if last is not None and self._think_ids[last]:
+            sequence.thinking_tokens = 0
+            if budget == 0:
+                sequence.forced = list(reversed(self.config.end_thinking_ids))
+
+    def _reserve(self, job: Job, now: float) -> bool:
+        """Give ``job`` its pages, cached ones first. False, and nothing taken, if memory is short."""
+        sequence = job.sequences[0]
+        started = self._clock()
+        cached = self._match(sequence)
+        found = self._clock()
+        job.timings.prefix_lookup_seconds += found - started
+        # Pin what was found before evicting for the rest, or eviction might take it.
+        for page in cached:
+            self.pool.retain(page)
+        private = [self._pages_wanted(item) for item in job.sequences]
+        private[0] -= len(cached)
+        short = sum(private) - self.pool.num_free
+        if short > self.pool.num_cached_only or (short > 0 and self.prefix_cache.evict(short) < short):
+            self.pool.release(cached)
+            return False
+        sequence.page_table = cached + self.pool.allocate(private[0])
+        for other, count in zip(job.sequences[1:], private[1:], strict=True):
+            other.page_table = self.pool.allocate(count)
+        sequence.num_sealed_blocks = len(cached)
+        # At least one token is computed: after a full hit, the last one again.
+        hit = min(len(cached) * PAGE_SIZE, job.num_prompt_tokens - 1)
+        sequence.num_computed_tokens = sequence.num_cached_tokens = hit
+        self.prefix_cache.touch(sequence.block_hashes[: len(cached)], now, hit=True)
+        if self.config.prefix_cache:
+            self.prefix_cache.count(job.num_prompt_tokens, hit)
+        job.timings.restore_seconds += self._clock() - found
+        return True
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        """Cached pages of the sequence's leading full blocks."""
+        if not self.config.prefix_cache or sequence.job.params.prompt_logprobs is not None:
+            return []
+        limit = sequence.num_prompt_tokens // PAGE_SIZE
+        root = root_hash(sequence.job.cache_salt)
+        return self.prefix_cache.extend_match(sequence.token_ids, sequence.block_hashes, root, 0, limit)
+
+    def _match_further(self, sequence: Sequence, now: float) -> None:
+        """At a page boundary, look again: another prompt may have computed the next blocks since."""
+        computed = sequence.num_computed_tokens
+        done = computed // PAGE_SIZE
+        limit = sequence.num_prompt_tokens // PAGE_SIZE
+        if computed % PAGE_SIZE or done >= limit or not self.config.prefix_cache:
+            return
+        if sequence.job.params.prompt_logprobs is not None or done != sequence.num_sealed_blocks:
+            return
+        started = self._clock()
+        root = root_hash(sequence.job.cache_salt)
+        pages = self.prefix_cache.extend_match(sequence.token_ids, sequence.block_hashes, root, done, limit)
+        if pages:
+            for page in pages:
+                self.pool.retain(page)
+            self.pool.release(sequence.page_table[done : done + len(pages)])
+            sequence.page_table[done : done + len(pages)] = pages
+            sequence.num_sealed_blocks = done + len(pages)
+            reached = min((done + len(pages)) * PAGE_SIZE, sequence.num_prompt_tokens - 1)
+            sequence.num_cached_tokens += reached - computed
+            sequence.num_computed_tokens = reached
+            self.prefix_cache.touch(sequence.block_hashes[: done + len(pages)], now, hit=True)
+            self.prefix_cache.count(0, reached - computed)
+        sequence.job.timings.prefix_lookup_seconds += self._clock() - started
+
+    def _publish(self, sequence: Sequence, now: float) -> None:
+        """Offer the blocks that have just become full to later prompts."""
+        full = sequence.num_computed_tokens // PAGE_SIZE
+        if self.config.prefix_cache:
+            started = self._clock()
+            root = root_hash(sequence.job.cache_salt)
+            for index in range(sequence.num_sealed_blocks, full):
+                self._hash_up_to(sequence, index, root)
+                parent = sequence.block_hashes[index - 1] if index else None
+                self.prefix_cache.publish(
+                    sequence.block_hashes[index], parent, sequence.page_table[index], now
+                )
+            sequence.job.timings.cache_store_seconds += self._clock() - started
+        sequence.num_sealed_blocks = full
+
+    def _hash_up_to(self, sequence: Sequence, index: int, root: bytes) -> None:
+        hashes = sequence.block_hashes
+        while len(hashes) <= index:
+            at = len(hashes) * PAGE_SIZE
+            hashes.append(block_hash(hashes[-1] if hashes else root, sequence.token_ids[at : at + PAGE_SIZE]))
+
+    def _fork(self, first: Sequence) -> None:
+        """The prompt is computed: start the job's further choices on its pages.
+
+        Full pages are shared; the partial one is copied. Each choice recomputes the prompt's last token
+        as its first decode row, which gives it logits of its own to sample from.
+        """
+        if not self._unforked or first.job.params.n == 1:
+            return
+        shared = first.num_prompt_tokens // PAGE_SIZE
+        partial = first.num_prompt_tokens % PAGE_SIZE
+        for sequence in [item for item in self._unforked if item.job is first.job]:
+            self._unforked.remove(sequence)
+            for page in first.page_table[:shared]:
+                self.pool.retain(page)
+            if partial:
+                self._runner.copy_page(first.page_table[shared], sequence.page_table[0])
+            sequence.page_table = first.page_table[:shared] + sequence.page_table
+            sequence.block_hashes = first.block_hashes[:shared]
+            sequence.num_sealed_blocks = shared
+            sequence.num_computed_tokens = first.num_prompt_tokens - 1
+            self.running.append(sequence)
+
+    # -- the end of a sequence --------------------------------------------------------------------
+
+    def _drop_ended(self, now: float, events: list[TokenEvent]) -> None:
+        """End what was cancelled or has run out of time, waiting or running."""
+        for job in [job for job in self.waiting if job.cancelled or _is_late(job, now)]:
+            self.waiting.remove(job)
+            self._end(job, now, events)
+        for job in [job for job in self._jobs if job.cancelled or _is_late(job, now)]:
+            self._end(job, now, events)
+
+    def _end(self, job: Job, now: float, events: list[TokenEvent]) -> None:
+        if job.cancelled:
+            self._finish_job(job, FinishReason.ABORT, events)
+            return
+        waited = now - job.timings.received
+        self._fail(
+            job, DeadlineError(f"The request did not finish within its deadline ({waited:.1f} s)."), events
+        )
+
+    def _fail(self, job: Job, error: RequestError, events: list[TokenEvent]) -> None:
+        job.error = error
+        self._finish_job(job, FinishReason.ERROR, events)
+
+    def _finish_job(self, job: Job, reason: FinishReason, events: list[TokenEvent]) -> None:
+        now = self._clock()
+        for sequence in job.sequences:
+            if not sequence.is_finished:
+                self._finish(sequence, reason, now)
+                events.append(TokenEvent(job, sequence.index, [], "", finish_reason=reason))
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        """The only place where a sequence ends: its row and pages go back."""
+        was_running = sequence.status is SequenceStatus.RUNNING
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+        if was_running:
+            if self.config.prefix_cache:
+                self.prefix_cache.touch(sequence.block_hashes[: sequence.num_sealed_blocks], now)
+            self._runner.release(sequence)
+            self._free_rows.append(sequence.row)
+            sequence.row = -1
+            self.pool.release(sequence.page_table)
+            sequence.page_table = []
+            for group in (self.running, self._unforked):
+                if sequence in group:
+                    group.remove(sequence)
+                    break
+        job = sequence.job
+        if job.is_finished:
+            job.timings.finished = now
+            self._jobs.discard(job)
+            self.num_finished_jobs += 1
+            log.info(
+                "finished request=%s reason=%s prompt_tokens=%d cached_tokens=%d output_tokens=%d",
+                job.job_id, reason.value, job.num_prompt_tokens, job.num_cached_tokens, job.num_output_tokens,
+            )  # fmt: skip
+
+    def fail_all(self, error: RequestError) -> list[TokenEvent]:
+        """End every job, waiting and running, with ``error``."""
+        events: list[TokenEvent] = []
+        for job in [*self.waiting, *self._jobs]:
+            self._fail(job, error, events)
+        self.waiting.clear()
+        return events
+
+    # -- books ------------------------------------------------------------------------------------
+
+    def live_sequences(self) -> Iterable[Sequence]:
+        """Every sequence that holds pages."""
+        return [*self.running, *self._unforked]
+
+    def cache_snapshot(self) -> dict[str, object]:
+        """The prefix cache's books: blocks with their hashes and hits, tokens, counters."""
+        cache, pool = self.prefix_cache, self.pool
+        blocks = cache.blocks()
+        now = self._clock()
+        return {
+            "enabled": self.config.prefix_cache,
+            "block_size_tokens": PAGE_SIZE,
+            "num_blocks": len(blocks),
+            "num_tokens": len(blocks) * PAGE_SIZE,
+            "capacity_blocks": pool.num_pages,
+            "capacity_tokens": pool.num_pages * PAGE_SIZE,
+            "reclaimable_blocks": pool.num_cached_only,
+            "ttl_seconds": self.config.prefix_cache_ttl,
+            "query_tokens": cache.query_tokens,
+            "hit_tokens": cache.hit_tokens,
+            "hit_rate": cache.hit_tokens / cache.query_tokens if cache.query_tokens else 0.0,
+            "evictions": cache.evictions,
+            "expirations": cache.expirations,
+            "blocks": [
+                {
+                    "hash": block.hash.hex(),
+                    "parent": block.parent.hex() or None,
+                    "page": block.page,
+                    "hits": block.hits,
+                    "readers": pool.references(block.page),
+                    "idle_seconds": round(now - block.last_used, 3),
+                }
+                for block in reversed(blocks)
+            ],
+        }
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless pages, rows and jobs add up."""
+        live = list(self.live_sequences())
+        self.pool.check_integrity(sequence.page_table for sequence in live)
+        self.prefix_cache.check_integrity()
+        total = self.pool.num_free + self.pool.num_referenced + self.pool.num_cached_only
+        assert total == self.config.num_pages, "pages are lost"
+        assert len(live) + len(self._free_rows) == self.config.max_batch_size, "rows are lost"
+        assert {sequence.job for sequence in live} == self._jobs, "jobs and sequences differ"
+
+
+def _is_late(job: Job, now: float) -> bool:
+    return job.deadline is not None and now > job.deadline

@@ -1,0 +1,369 @@
+"""Between the API and the scheduler: prompts become jobs, token events become answers.
+
+Everything here runs on the event loop, except rendering and tokenization (a small thread pool) and
+:meth:`Frontend._deliver`, which the worker thread calls once per tick. Nothing here imports FastAPI, and
+nothing touches a tensor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+
+from helios.config import Settings
+from helios.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    NotReadyError,
+    RequestError,
+    UnsupportedParameterError,
+)
+from helios.runtime.chat import ChatTemplate, Message, ToolSpec
+from helios.runtime.detokenizer import Vocabulary
+from helios.runtime.generation import Generation
+from helios.runtime.metrics import Metrics
+from helios.runtime.output_parser import OutputParser
+from helios.runtime.prompt_encoder import PromptEncoder, context_error
+from helios.runtime.request import Deliver, Grammar, Job, SamplingParams, Timings, TokenEvent
+
+logger = logging.getLogger(__name__)
+
+_TOKENIZER_THREADS = 2
+_ALIVE_CHECK_SECONDS = 1.0
+
+
+class Scheduler(Protocol):
+    """What the frontend and the routes need of the scheduler; all of it callable from any thread."""
+
+    deliver: Deliver
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. Raises QueueFullError, ContextLengthError, NotReadyError or EngineDeadError."""
+        ...
+
+    def cancel(self, job: Job) -> None:
+        """Stop a job within a tick; harmless when it has ended."""
+        ...
+
+    def snapshot(self) -> dict[str, Any]: ...
+
+    def cache_snapshot(self) -> dict[str, Any]: ...
+
+    def clear_prefix_cache(self) -> int: ...
+
+    def is_alive(self) -> bool: ...
+
+    def heartbeat_age(self) -> float:
+        """Seconds since the worker last turned; it turns at least once a second."""
+        ...
+
+
+class Grammars(Protocol):
+    """Compiles constraints on the output; blocks, so it is called in a thread."""
+
+    def compile(self, grammar: Grammar, param: str) -> object:
+        """Raises InvalidRequestError naming ``param`` for what cannot be compiled."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Sampling values of a request that names none. ``max_tokens=0`` means all the room left."""
+
+    temperature: float = 0.2
+    top_p: float = 0.95
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What clients may know of the served model. ``created`` is in Unix seconds."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+    revision: str | None = None
+    generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that a request may use."""
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How a dialogue is rendered. ``enable_thinking=None`` leaves it to the template."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    enable_thinking: bool | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt ready to be queued."""
+
+    ids: list[int]
+    timings: Timings
+    starts_in_thinking: bool = False
+    text: str | None = None  # as it was written, for a completion's echo
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """What a request asks of its jobs beside the sampling. ``max_tokens=None`` takes the default, clamped
+    to the room left; a number that does not fit is refused."""
+
+    max_tokens: int | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    timeout_seconds: float | None = None
+    param: str = "messages"  # the field that error messages name
+
+
+class Frontend:
+    """Builds jobs from prompts and hands their events out. One per server."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        scheduler: Scheduler,
+        model: ModelInfo,
+        metrics: Metrics,
+        *,
+        vocabulary: Vocabulary | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self.settings = settings
+        self.template = template
+        self.scheduler = scheduler
+        self.model = model
+        self.metrics = metrics
+        self.encoder = PromptEncoder(tokenizer, model.max_model_len, vocabulary)
+        self._grammars = grammars
+        self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="helios-tokenize")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._active: set[Generation] = set()
+        self._alive_check: asyncio.TimerHandle | None = None
+        texts = self.encoder.vocabulary.texts(skip_special_tokens=True)
+        ids = self.encoder.vocabulary.marker_ids.values()
+        self._marker_lengths = {token_id: len(texts[token_id] or "") for token_id in ids}
+        scheduler.deliver = self._deliver
+        metrics.watch(scheduler.snapshot)
+
+    # Prompts
+
+    async def encode_chat(
+        self, messages: list[Message], tools: list[ToolSpec] | None, options: ChatOptions
+    ) -> Prompt:
+        """Render and tokenize a dialogue. Raises InvalidRequestError and ContextLengthError."""
+        timings = Timings()
+        template = self.template
+        if template is None:
+            raise InvalidRequestError(
+                "This model has no chat template; use /v1/completions.",
+                param="messages",
+                code="unsupported_value",
+            )
+
+        def work() -> Prompt:
+            rendered = template.render(
+                messages,
+                tools=tools,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                enable_thinking=options.enable_thinking,
+                template_kwargs=options.template_kwargs,
+                mark_control_tokens=True,
+            )
+            ids = self.encoder.encode_chat(rendered)
+            timings.tokenized = time.perf_counter()
+            return Prompt(ids, timings, self.encoder.starts_in_thinking(ids))
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def encode_prompts(self, prompts: Sequence[str | list[int]], param: str = "prompt") -> list[Prompt]:
+        """Tokenize raw prompts; token ids are checked and taken as they are."""
+        received = time.perf_counter()
+
+        def work() -> list[Prompt]:
+            encoded: list[Prompt] = []
+            for prompt in prompts:
+                if isinstance(prompt, str):
+                    ids, text = self.encoder.encode_text(prompt, param), prompt
+                else:
+                    ids, text = prompt, None
+                    self._check_ids(ids, param)
+                if not ids:
+                    raise InvalidRequestError(f"Invalid '{param}': the prompt is empty.", param=param)
+                timings = Timings(received=received, tokenized=time.perf_counter())
+                encoded.append(Prompt(ids, timings, self.encoder.starts_in_thinking(ids), text))
+            return encoded
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def _check_ids(self, ids: list[int], param: str) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self.model.vocab_size:
+            raise InvalidRequestError(
+                f"Invalid '{param}': token ids must be from 0 to {self.model.vocab_size - 1}.", param=param
+            )
+
+    async def check_grammar(self, grammar: Grammar | None, param: str) -> None:
+        """Compile a constraint before the request is queued, so that what cannot be done is a 400."""
+        if grammar is None:
+            return
+        if self._grammars is None:
+            raise UnsupportedParameterError("This server has no constrained output.", param=param)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._pool, self._grammars.compile, grammar, param)
+
+    # Jobs
+
+    def submit(
+        self, prompts: Sequence[Prompt], params: SamplingParams, options: JobOptions, request_id: str
+    ) -> Generation:
+        """Queue one job per prompt, all or none.
+
+        Raises ContextLengthError, and what the scheduler raises (QueueFullError …).
+        """
+        self._bind_loop()
+        generation = Generation(self.scheduler, self.metrics, self._active.discard)
+        timeout = options.timeout_seconds or self.settings.request_timeout_seconds
+        for number, prompt in enumerate(prompts):
+            max_tokens = self.answer_length(len(prompt.ids), options.max_tokens, options.param)
+            job_id = request_id if len(prompts) == 1 else f"{request_id}-{number}"
+            generation.add(
+                Job(
+                    job_id,
+                    prompt.ids,
+                    replace(params, max_tokens=max_tokens),
+                    max_tokens=max_tokens,
+                    cache_salt=options.cache_salt,
+                    priority=options.priority,
+                    deadline=prompt.timings.received + timeout if timeout else None,
+                    timings=prompt.timings,
+                )
+            )
+        try:
+            for position, job in enumerate(generation.jobs):
+                try:
+                    self.scheduler.submit(job)
+                except BaseException:
+                    for queued in generation.jobs[:position]:
+                        queued.cancelled = True
+                        self.scheduler.cancel(queued)
+                    raise
+        except RequestError as error:
+            self.metrics.observe_rejection(error.code or "error")
+            raise
+        self._active.add(generation)
+        return generation
+
+    def answer_length(self, prompt_tokens: int, asked: int | None, param: str) -> int:
+        """How many tokens the answer may have. Raises ContextLengthError with the true numbers."""
+        context = self.model.max_model_len
+        room = context - prompt_tokens
+        if room < 1:
+            raise context_error(context, str(prompt_tokens), param)
+        if asked is None:
+            default = self.model.generation_defaults.max_tokens or room
+            return min(default, room, self.settings.max_tokens_limit or room)
+        if asked > room:
+            noun = "messages" if param == "messages" else "prompt"
+            raise ContextLengthError(
+                f"This model's maximum context length is {context} tokens. However, you requested "
+                f"{prompt_tokens + asked} tokens ({prompt_tokens} in the {noun}, {asked} in the completion). "
+                f"Please reduce the length of the {noun} or completion.",
+                param=param,
+            )
+        return asked
+
+    def output_parser(self, *, tools: bool, starts_in_thinking: bool, incremental: bool) -> OutputParser:
+        """A parser for one choice of a chat."""
+        return OutputParser(
+            self.encoder.structural,
+            self._marker_lengths,
+            tools=tools,
+            starts_in_thinking=starts_in_thinking,
+            incremental=incremental,
+        )
+
+    # Events
+
+    def _bind_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            self._alive_check = loop.call_later(_ALIVE_CHECK_SECONDS, self._check_alive)
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        """Called by the worker thread with all events of a tick."""
+        loop = self._loop
+        if loop is None:
+            return
+        try:
+            loop.call_soon_threadsafe(self._dispatch, events)
+        except RuntimeError:
+            logger.debug("events dropped: the event loop is closed")
+
+    def _dispatch(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            sink = event.job.sink
+            if sink is not None:
+                sink.put(event)
+
+    def _check_alive(self) -> None:
+        """A dead worker delivers nothing more, so its waiting requests are ended here."""
+        if self._active and not self.scheduler.is_alive():
+            self.fail_all(EngineDeadError("The engine has stopped; the server must be restarted."))
+        if self._loop is not None:
+            self._alive_check = self._loop.call_later(_ALIVE_CHECK_SECONDS, self._check_alive)
+
+    # Ending
+
+    @property
+    def num_active(self) -> int:
+        """Requests that have not ended."""
+        return len(self._active)
+
+    def fail_all(self, error: RequestError) -> None:
+        """End every running request with an error: an event in a stream, a status otherwise."""
+        for generation in list(self._active):
+            generation.fail(error)
+
+    async def drain(self, timeout: float) -> None:
+        """Let running requests finish for ``timeout`` seconds, then end the rest with an error."""
+        deadline = time.perf_counter() + timeout
+        while self._active and time.perf_counter() < deadline:
+            await asyncio.sleep(0.02)
+        self.fail_all(NotReadyError("The server is shutting down.", code="shutting_down"))
+
+    def close(self) -> None:
+        """Release the tokenizer threads and the timer."""
+        if self._alive_check is not None:
+            self._alive_check.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def new_request_id() -> str:
+    """A request id made here; ids that clients send are only ever labels."""
+    return uuid.uuid4().hex

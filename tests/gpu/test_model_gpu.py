@@ -1,0 +1,81 @@
+"""The whole model in bf16 on the GPU against float32 and against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from helios.runtime.detokenizer import Vocabulary
+from helios.runtime.engine import Engine, EngineConfig
+from helios.runtime.qwen3.config import ModelConfig
+from helios.runtime.qwen3.dense import dense_logits
+from helios.runtime.qwen3.kv_cache import KVCache
+from helios.runtime.qwen3.weights import build_empty, load_weights
+from helios.runtime.request import Job, SamplingParams
+from helios.runtime.runner import ModelRunner
+from tests.model.shapes import BASE, SHAPES, write_checkpoint
+
+pytestmark = pytest.mark.gpu
+LENGTHS = (1, 40, 256, 700, 1500)
+GPU_SHAPES = {
+    "gpu-gqa2": ("qwen3", 16, 8, 128, True, {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6}),
+    "gpu-gqa4": ("qwen3", 32, 8, 128, False, {"hidden_size": 640, "intermediate_size": 1536, "num_hidden_layers": 6}),
+    "gpu-gqa1": ("qwen3", 4, 4, 64, True, {"hidden_size": 256, "num_hidden_layers": 4}),
+    "gpu-qwen2-gqa7": ("qwen2", 14, 2, 64, False, {"hidden_size": 896, "num_hidden_layers": 4}),
+}
+
+
+@pytest.fixture(autouse=True)
+def shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, shape in GPU_SHAPES.items():
+        monkeypatch.setitem(SHAPES, name, shape)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, BASE["vocab_size"], (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@pytest.mark.parametrize("shape", sorted(GPU_SHAPES))
+@torch.inference_mode()
+def test_bf16_error_is_at_most_that_of_transformers(
+    gpu: torch.device, shape: str, vocabulary: Vocabulary, tmp_path: Path
+) -> None:
+    """First-token log probabilities of packed, chunked, paged serving in bf16, and of transformers in bf16,
+    against float32. Would catch a wrong kernel call or a rounding that transformers does not do."""
+    reference = write_checkpoint(tmp_path, shape, dtype=torch.bfloat16).to(gpu)
+    config = ModelConfig.from_folder(tmp_path)
+    exact = build_empty(config, 4096, torch.device("cpu"), torch.float32)
+    load_weights(exact, tmp_path)
+    model = build_empty(config, 4096, gpu, torch.bfloat16)
+    load_weights(model, tmp_path)
+    cache = KVCache(config, 64, gpu, torch.bfloat16)
+    cache.data.fill_(torch.nan)
+    runner = ModelRunner(model, cache, max_tokens=500, max_rows=8, max_model_len=4096, vocabulary_size=512)
+    # Capture the logits of each prompt's last token on their way to the sampler.
+    seen: dict[str, torch.Tensor] = {}
+    plain = runner._sample
+
+    def spy(logits, sequences, positions):  # noqa: ANN001, ANN202
+        for row, sequence in enumerate(sequences):
+            seen.setdefault(sequence.job.job_id, logits[row].float().cpu())
+        return plain(logits, sequences, positions)
+
+    runner._sample = spy  # type: ignore[method-assign]
+    engine = Engine(EngineConfig(8, 500, 64, 4096, frozenset({2})), runner, vocabulary)
+    jobs = [Job(str(n), ids, SamplingParams(temperature=0), max_tokens=3) for n, ids in enumerate(prompts())]
+    engine.waiting.extend(jobs)
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    ours: list[float] = []
+    theirs: list[float] = []
+    for n, ids in enumerate(prompts()):
+        expected = dense_logits(exact, ids)[-1]
+        hf = reference(torch.tensor([ids], device=gpu)).logits[0, -1].float().cpu()
+        ours.append(((seen[str(n)] - expected).norm() / expected.norm()).item())
+        theirs.append(((hf - expected).norm() / expected.norm()).item())
+    print(f"{shape}: relative error ours {ours}, transformers {theirs}")
+    assert sum(ours) <= 1.5 * sum(theirs)

@@ -1,0 +1,70 @@
+"""The scheduling rules as tables of plans, with plain integers."""
+
+from __future__ import annotations
+
+from helios.runtime.policy import plan
+from helios.runtime.request import Job, SamplingParams, Sequence
+
+
+def sequence(name: str, prompt: int, computed: int, aged: float = 0.0) -> Sequence:
+    job = Job(name, list(range(prompt)), SamplingParams(), max_tokens=10)
+    job.sequences[0].num_computed_tokens = computed
+    job.sequences[0].aged_since = aged
+    return job.sequences[0]
+
+
+def planned(
+    sequences: list[Sequence], budget: int, now: float = 0.0, age: float = 0.1
+) -> list[tuple[str, int, int]]:
+    rows = plan(sequences, budget, now, age)
+    return [(row.sequence.job.job_id, row.start, row.count) for row in rows]
+
+
+def test_decoders_go_first_and_prompts_take_the_rest() -> None:
+    """Would catch a decode row that waits behind a prompt, or a budget that is overrun."""
+    rows = planned([sequence("p", 100, 0), sequence("d", 10, 9)], budget=8)
+    assert rows == [("d", 9, 1), ("p", 0, 7)]
+
+
+def test_budget_is_raised_so_that_both_kinds_progress() -> None:
+    """Would catch prefill starving when there are more decoders than tokens in the budget."""
+    decoders = [sequence(f"d{i}", 10, 9) for i in range(4)]
+    rows = planned([*decoders, sequence("p", 100, 0)], budget=2)
+    assert rows == [*[(f"d{i}", 9, 1) for i in range(4)], ("p", 0, 1)]
+
+
+def test_prompts_that_fit_whole_are_preferred_and_share_a_tick() -> None:
+    """Would catch a long prompt that blocks short ones behind it."""
+    rows = planned([sequence("long", 500, 0), sequence("a", 30, 0), sequence("b", 40, 0)], budget=100)
+    assert rows == [("a", 0, 30), ("b", 0, 40), ("long", 0, 30)]
+
+
+def test_oldest_waiting_prompt_takes_the_next_chunk_and_its_age_resets() -> None:
+    """Would catch a long prompt starved by a stream of short ones."""
+    long, short = sequence("long", 500, 0, aged=1.0), sequence("short", 30, 0, aged=1.15)
+    assert planned([long, short], budget=100, now=1.2) == [("long", 0, 100)]
+    assert long.aged_since == 1.2
+    long.num_computed_tokens = 100
+    assert planned([long, short], budget=100, now=1.21) == [("short", 0, 30), ("long", 100, 70)]
+
+
+def test_aged_prompts_rotate() -> None:
+    """Would catch one aged prompt that takes every chunk while another waits as long."""
+    a, b = sequence("a", 500, 0, aged=0.0), sequence("b", 500, 0, aged=0.05)
+    order = []
+    for now in (0.2, 0.3, 0.41, 0.52):
+        row = plan([a, b], 100, now, 0.1)[0]
+        row.sequence.num_computed_tokens = row.end
+        order.append(row.sequence.job.job_id)
+    assert order == ["a", "b", "a", "b"]
+
+
+def test_a_one_token_chunk_counts_as_a_decode_row() -> None:
+    """Would catch decode rows that do not come first, which the packer relies on."""
+    rows = planned([sequence("a", 60, 0), sequence("p", 100, 0), sequence("d", 10, 9)], budget=62)
+    assert [count for _, _, count in rows] == [1, 1, 60]
+
+
+def test_nothing_to_do_is_an_empty_plan() -> None:
+    """Would catch a tick that runs an empty batch."""
+    assert planned([], budget=10) == []
