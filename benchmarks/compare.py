@@ -249,10 +249,13 @@ class Comparison:
                 targets[spec.name] = self.warm(server)
                 servers.append(server)
             names = list(targets)
+            skipped: set[str] = set()
             for number in range(1, self.options.rounds + 1):
                 for position, workload in enumerate(self.options.workloads):
                     if self.cost.get(workload, 0.0) > self.left():
-                        print(f"no time left for round {number} of {workload}", flush=True)
+                        if workload not in skipped:
+                            print(f"no time left for {workload} from round {number} on", flush=True)
+                        skipped.add(workload)
                         continue
                     before, turn = clock(), (number + position) % len(names)
                     for order, name in enumerate(names[turn:] + names[:turn]):

@@ -10,11 +10,12 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchmarks.metrics import HISTOGRAM_EDGES, lookup
 
 # Fixed ids and text as text: a figure's diff shows what changed, and its file stays small.
-STYLE = {"svg.hashsalt": "benchmarks", "svg.fonttype": "none", "axes.grid": True, "grid.alpha": 0.3}
+STYLE: Any = {"svg.hashsalt": "benchmarks", "svg.fonttype": "none", "axes.grid": True, "grid.alpha": 0.3}
 
 
 def _file(folder: Path, label: str, what: str) -> Path:
@@ -46,6 +47,9 @@ def _latency(axes: Any, by_server: dict[str, list[dict[str, Any]]]) -> None:
             axes[1].plot(1000 * HISTOGRAM_EDGES[1:][shown], above[shown], label=name)
     for axis, title in zip(axes, ("time to first token, ms", "gap between chunks, ms"), strict=True):
         axis.set(xlabel=title, ylabel="share above", xscale="log", yscale="log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.legend()
 
 
@@ -55,7 +59,8 @@ def _timeline(axes: Any, by_server: dict[str, list[dict[str, Any]]]) -> None:
         width = line["slice_seconds"]
         at = width * np.arange(len(line["output_tokens"]))
         axis.step(at, np.array(line["output_tokens"]) / width, where="post", label="output")
-        axis.step(at, np.array(line["prompt_tokens"]) / width, where="post", label="prompt", alpha=0.6)
+        prompts = np.array(line["prompt_tokens"]) / width
+        axis.vlines(at[prompts > 0], 0, prompts[prompts > 0], label="prompt", color="C1", alpha=0.6)
         axis.set(title=name, xlabel="seconds", ylabel="tokens/s", yscale="symlog", ylim=0)
         axis.legend()
 
@@ -66,6 +71,9 @@ def _concurrency(axis: Any, points: dict[str, list[tuple[int, float]]]) -> None:
         rates = [float(np.median([rate for level, rate in values if level == wanted])) for wanted in levels]
         axis.plot(levels, rates, marker="o", label=name)
     axis.set(xlabel="requests in flight", ylabel="output tokens/s", xscale="log", ylim=0)
+    every = sorted({level for values in points.values() for level, _ in values})
+    axis.set_xticks(every, labels=[str(level) for level in every])
+    axis.xaxis.set_minor_formatter(NullFormatter())
     axis.legend()
 
 
@@ -73,7 +81,8 @@ def draw_comparison(result: dict[str, Any], folder: Path) -> list[Path]:
     """Every figure that a comparison's rounds allow; returns the files."""
     drawn: list[Path] = []
     workloads: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for entry in result["rounds"]:
+    place = {server["name"]: i for i, server in enumerate(result["servers"])}  # one colour each everywhere
+    for entry in sorted(result["rounds"], key=lambda entry: place[entry["server"]]):
         if entry["aggregates"].get("completed_requests"):
             workloads.setdefault(entry["workload"], {}).setdefault(entry["server"], []).append(entry)
     points: dict[str, list[tuple[int, float]]] = {}

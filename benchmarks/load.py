@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.client import Exchange, HttpClient, ProtocolError, clock, first_model
+from benchmarks.client import Exchange, HttpClient, ProtocolError, clock
+from benchmarks.health import first_model
 from benchmarks.workloads import Ask, Message, Session, Workload
 
 SAMPLING: dict[str, Any] = {"temperature": 0.6, "top_p": 1.0, "ignore_eos": True}

@@ -17,9 +17,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import results
-from benchmarks.client import HttpClient, ProtocolError, check_health, clock, first_model
+from benchmarks.client import HttpClient, ProtocolError, clock
 from benchmarks.dataset import DatasetError, load_dataset
 from benchmarks.floor import Card, ModelShape, add_card_arguments, card_from_arguments
+from benchmarks.health import check_health, first_model
 from benchmarks.load import SAMPLING, Record, Run, Target, run_loop, run_workload
 from benchmarks.metrics import Limits, lookup, row, summarise, time_to_first_token
 from benchmarks.workloads import LARGEST_TOKEN_ID, WORKLOADS, Ask, Session, Workload, build

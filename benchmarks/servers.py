@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.client import HttpClient, check_health, clock, health_of
+from benchmarks.client import HttpClient, clock
 from benchmarks.floor import Card, ModelShape
+from benchmarks.health import check_health, health_of
 from benchmarks.load import run_loop
 from benchmarks.workloads import LARGEST_TOKEN_ID, parse
 

@@ -66,7 +66,7 @@ class Workload:
 
 
 class _Draw:
-    """A random stream and the helpers that every workload draws with."""
+    """A random stream, and what every workload draws with."""
 
     def __init__(self, rng: random.Random, largest_id: int) -> None:
         self.rng = rng

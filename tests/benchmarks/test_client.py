@@ -4,7 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from benchmarks.client import Exchange, ProtocolError, ResponseParser, SseReader, clock, health_of
+from benchmarks.client import Exchange, ProtocolError, ResponseParser, SseReader, clock
+from benchmarks.health import health_of
 from benchmarks.load import ClientLoad, Record, Run, Target, drive, encode, split
 from benchmarks.metrics import summarise
 from benchmarks.run import prepare

@@ -191,7 +191,7 @@ def test_several_client_processes_are_one_run(tmp_path: Path, monkeypatch: pytes
         out = tmp_path / "r.json"
         arguments = (
             "--workload",
-            "seed30",
+            "batch1:count=30,output=3",
             "--base-url",
             spec.base_url,
             "--out",

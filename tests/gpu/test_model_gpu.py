@@ -45,7 +45,11 @@ def test_bf16_error_is_at_most_that_of_transformers(
 ) -> None:
     """First-token log probabilities of packed, chunked, paged serving in bf16, and of transformers in bf16,
     against float32. Would catch a wrong kernel call or a rounding that transformers does not do."""
-    reference = write_checkpoint(tmp_path, shape, dtype=torch.bfloat16).to(gpu)
+    from transformers import AutoModelForCausalLM
+
+    write_checkpoint(tmp_path, shape, dtype=torch.bfloat16)
+    # Loaded, not cast: casting would round transformers' rotary frequencies to bf16 as well.
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).to(gpu).eval()
     config = ModelConfig.from_folder(tmp_path)
     exact = build_empty(config, 4096, torch.device("cpu"), torch.float32)
     load_weights(exact, tmp_path)

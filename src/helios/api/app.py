@@ -17,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from helios.api.auth import KeyRing
 from helios.api.errors import MethodNotAllowedError, UnknownRouteError, error_response
 from helios.api.middleware import RequestScope
 from helios.api.routes import chat, completions, health, messages, metrics, models, responses, tokenize
@@ -52,7 +53,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_middleware(RequestScope, state=state)
+    app.add_middleware(RequestScope, state=state, keys=KeyRing(state.settings))
     if state.settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -91,6 +92,9 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI document; the routes read their bodies themselves, so their schemas are added here."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)  # FastAPI's own; never sent
         schemas: dict[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
         for body in _BODIES:
             schema = body.model_json_schema(ref_template=_REF_TEMPLATE)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections import Counter
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
 
@@ -73,17 +72,22 @@ class ConcurrencyLimit:
         self._limit = limit
         self._running: Counter[str] = Counter()
 
-    @contextmanager
-    def hold(self, key: str) -> Generator[None, None, None]:
-        """Count one request while it runs. Raises RateLimitError at the limit."""
+    def acquire(self, key: str) -> Callable[[], None]:
+        """Count one request; gives the function that uncounts it, once. Raises RateLimitError."""
         if self._limit is not None and self._running[key] >= self._limit:
             raise RateLimitError(
                 f"Rate limit reached: at most {self._limit} requests may run at once for one API key."
             )
         self._running[key] += 1
-        try:
-            yield
-        finally:
+        released = False
+
+        def release() -> None:
+            nonlocal released
+            if released:
+                return
+            released = True
             self._running[key] -= 1
             if not self._running[key]:
                 del self._running[key]
+
+        return release

@@ -140,7 +140,8 @@ _BOUNDS = {
 
 
 def _describe(path: str, problems: Sequence[ErrorDetails]) -> tuple[str, str]:
-    details = problems[0]
+    # Among the forms of a union, the one that only objects to the value's size or range is what was meant.
+    details = next((each for each in problems if each["type"] not in _TYPE_NAMES), problems[0])
     kind = details["type"]
     value: Any = details["input"]
     context: Mapping[str, Any] = details.get("ctx") or {}

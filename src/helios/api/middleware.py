@@ -29,10 +29,10 @@ _LIMITED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/resp
 class RequestScope:
     """Gives a request its id, checks its key, answers unexpected failures and writes the log line."""
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState, keys: KeyRing) -> None:
         self.app = app
         self.state = state
-        self.keys = KeyRing(state.settings)
+        self.keys = keys
         self.limit = ConcurrencyLimit(state.settings.max_requests_per_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,11 +74,21 @@ class RequestScope:
             await self.app(scope, receive, send)
             return
         key = self.keys.identify(headers)
-        if scope["method"] == "POST" and path in _LIMITED_PATHS:
-            with self.limit.hold(key):
-                await self.app(scope, receive, send)
-        else:
+        if scope["method"] != "POST" or path not in _LIMITED_PATHS:
             await self.app(scope, receive, send)
+            return
+        release = self.limit.acquire(key)
+
+        async def send_and_release(message: Message) -> None:
+            # Before the last byte leaves: a client may send its next request as soon as it has that.
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                release()
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_and_release)
+        finally:
+            release()
 
     def _report(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "other")

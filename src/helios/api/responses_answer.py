@@ -182,7 +182,7 @@ class ResponseStream:
         self._text.append(delta.text)
         where = self._place()
         if kind is DeltaKind.CONTENT:
-            fields = {**where, "content_index": 0, "delta": delta.text, "logprobs": []}
+            fields: dict[str, Any] = {**where, "delta": delta.text, "content_index": 0, "logprobs": []}
             out.append(self._event("response.output_text.delta", **fields))
         elif kind is DeltaKind.REASONING:
             out.append(
@@ -224,7 +224,7 @@ class ResponseStream:
             part = _part(kind, text)
             item["content"] = [part]
             if kind is DeltaKind.CONTENT:
-                fields = {**where, "content_index": 0, "text": text, "logprobs": []}
+                fields: dict[str, Any] = {**where, "content_index": 0, "text": text, "logprobs": []}
                 out.append(self._event("response.output_text.done", **fields))
             else:
                 out.append(self._event("response.reasoning_text.done", **where, content_index=0, text=text))

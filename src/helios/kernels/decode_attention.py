@@ -18,18 +18,22 @@ read once. Partial results are merged by the program that arrives last (``fused`
 second kernel. Sources: flash-decoding (Dao et al., 2023), Stream-K (Osama et al., 2023).
 """
 
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportInvalidTypeForm=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportConstantRedefinition=false
+
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from helios.kernels.common import constant, cuda, launch_options, next_power_of_2, tl, triton
 
 # Score of a masked key, and the running maximum before the first. Finite: no inf - inf anywhere, so a row
 # without keys gives weights over values that are loaded as zeros, which is the right answer.
-_MASKED = tl.constexpr(-1.0e30)
+_MASKED = constant(-1.0e30)
 _QUERY_ROWS = 16  # the smallest tile tl.dot takes
 
 
@@ -37,30 +41,38 @@ _QUERY_ROWS = 16  # the smallest tile tl.dot takes
 class DecodeConfig:
     """How the kernel is compiled and launched.
 
-    ``programs_per_sm`` should be what fits: with head_dim 128 a tile of 64 tokens is 16 KiB of keys and 16
-    of values, and ``num_stages`` such pairs (less one) are in shared memory. About 64 KiB in flight on
-    each multiprocessor are needed to reach an H200's bandwidth.
+    With head_dim 128 a tile of 64 tokens is 16 KiB of keys and 16 of values; ``num_stages`` less one such
+    pairs lie in shared memory. ``programs_per_sm`` should be what fits there: a multiprocessor needs some
+    40 KiB on the way to reach an H200's bandwidth (4.3 TB/s x 1 us / 132), and other programs' loads while
+    one of them starts a row.
     """
 
     tile: int = 64
     num_warps: int = 4
     num_stages: int = 3
-    programs_per_sm: int = 2
-    fused: bool = True
-    pdl: bool = False  # programmatic dependent launch, SM90 and later
+    programs_per_sm: int = 3
+    fused: bool = True  # merge in the same kernel rather than in a second one
 
 
-DEFAULT_CONFIG = DecodeConfig()
+def default_config(device: torch.device, head_dim: int) -> DecodeConfig:
+    """The configuration for a card, by its shared memory: 3 programs on an H200, 2 on an A100."""
+    if device.type != "cuda":
+        return DecodeConfig()
+    memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    pair = 2 * 64 * head_dim * 2
+    stages = 3 if memory >= 2 * (2 * pair + 8192) else 2
+    fits = memory // ((stages - 1) * pair + 8192)
+    return DecodeConfig(num_stages=stages, programs_per_sm=min(max(fits, 1), 3))
 
 
 def num_columns(rows: int, max_kv: int, kv_heads: int, multiprocessors: int, config: DecodeConfig) -> int:
     """Columns the line of tiles is cut into: as many as run at once, or as there can be tiles.
 
     More columns than run at once would only add partial results; the columns are equal in work, so there
-    is no tail to fill. 132 multiprocessors, 8 kv heads and 2 programs each give 33 columns of 8 programs.
+    is no tail to fill. 132 multiprocessors, 8 kv heads and 3 programs each give 49 columns of 8 programs.
     """
     at_once = max(multiprocessors * config.programs_per_sm // kv_heads, 1)
-    return min(at_once, rows * max(triton.cdiv(max_kv, config.tile), 1))
+    return min(at_once, rows * max(-(-max_kv // config.tile), 1))
 
 
 class DecodeWorkspace:
@@ -88,7 +100,7 @@ def paged_decode(
     kv_lengths: torch.Tensor,
     max_kv: int,
     *,
-    config: DecodeConfig = DEFAULT_CONFIG,
+    config: DecodeConfig | None = None,
     workspace: DecodeWorkspace | None = None,
     columns: int | None = None,
 ) -> torch.Tensor:
@@ -97,13 +109,14 @@ def paged_decode(
     ``q [R, heads, head_dim]``; ``k_pages, v_pages [pages, page size, kv_heads, head_dim]``; ``page_table
     [R, P]`` and ``kv_lengths [R]`` int32. Returns ``[R, heads, head_dim]`` in q's dtype; zeros for a row
     of length 0. ``max_kv`` only bounds the grid. Without a ``workspace`` one is allocated for the call.
-    Nothing outside the sequences is read.
+    ``columns`` overrides :func:`num_columns`. No key or value outside the sequences is read.
     """
     rows, heads, head_dim = q.shape
     page_size, kv_heads = k_pages.shape[1], k_pages.shape[2]
     group = heads // kv_heads
     if heads % kv_heads or group > _QUERY_ROWS:
         raise ValueError(f"{heads} query heads over {kv_heads} kv heads: groups of 1 to {_QUERY_ROWS} only")
+    config = default_config(q.device, head_dim) if config is None else config
     if page_size % config.tile:
         raise ValueError(f"a tile of {config.tile} does not divide a page of {page_size} tokens")
     if k_pages.stride() != v_pages.stride() or k_pages.stride(3) != 1 or q.stride(2) != 1:
@@ -114,18 +127,17 @@ def paged_decode(
         workspace = DecodeWorkspace(q.device, rows, columns, kv_heads, group, head_dim)
     columns = min(columns, workspace.columns)
     out = torch.empty((rows, heads, head_dim), device=q.device, dtype=q.dtype)
-    group_pad = triton.next_power_of_2(group)
-    shared = {
+    group_pad = next_power_of_2(group)
+    shared: dict[str, int] = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
         "GROUP_PAD": group_pad,
         "HEAD_DIM": head_dim,
         "TILE": config.tile,
         # Few values, so that a server compiles few kernels.
-        "ROWS_PAD": 32 if rows <= 32 else max(triton.next_power_of_2(rows), 256),
+        "ROWS_PAD": 32 if rows <= 32 else max(next_power_of_2(rows), 256),
         # Partial results merged at a time: as many as leave room in registers for three programs per SM.
-        "MERGE": min(max(64 // group_pad, 4), 16),
-        "PDL": config.pdl,
+        "MERGE": 16 if group_pad <= 4 else 32 // group_pad,
     }
     _decode_kernel[(kv_heads, columns)](
         q,
@@ -138,7 +150,6 @@ def paged_decode(
         workspace.stats,
         workspace.counters,
         rows,
-        columns,
         head_dim**-0.5 * 1.4426950408889634,  # scores in powers of two: exp2 is one instruction
         q.stride(0),
         q.stride(1),
@@ -149,9 +160,8 @@ def paged_decode(
         PAGE=page_size,
         QUERY_ROWS=_QUERY_ROWS,
         FUSED=config.fused,
-        num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **_launch_options(config),
+        **launch_options(config.num_warps),
         **shared,
     )
     if not config.fused and columns > 1:
@@ -162,8 +172,7 @@ def paged_decode(
             workspace.stats,
             rows,
             columns,
-            num_warps=4,
-            **_launch_options(config),
+            **launch_options(4),
             **shared,
         )
     return out
@@ -177,7 +186,7 @@ def paged_decode_reference(
     kv_lengths: torch.Tensor,
 ) -> torch.Tensor:
     """The same in plain torch: gathers each row's keys and computes in float32."""
-    rows, heads, head_dim = q.shape
+    heads, head_dim = q.shape[1:]
     page_size, kv_heads = k_pages.shape[1], k_pages.shape[2]
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for row, length in enumerate(kv_lengths.tolist()):
@@ -196,11 +205,12 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _launch_options(config: DecodeConfig) -> dict[str, bool]:
-    return {"launch_pdl": True} if config.pdl else {}
+def _jit(*unspecialised: str) -> Callable[[Callable[..., Any]], Any]:
+    """``triton.jit`` that does not compile again when one of these integers is 1 or a multiple of 16."""
+    return lambda kernel: kernel if triton is None else triton.jit(kernel, do_not_specialize=unspecialised)
 
 
-@triton.jit
+@_jit()
 def _line_of_tiles(kv_lengths, rows, columns, TILE: tl.constexpr, ROWS_PAD: tl.constexpr):
     """Tiles of each row, where each row ends on the line (inclusive sums), all tiles, tiles per column."""
     row_ids = tl.arange(0, ROWS_PAD)
@@ -212,7 +222,7 @@ def _line_of_tiles(kv_lengths, rows, columns, TILE: tl.constexpr, ROWS_PAD: tl.c
     return row_ids, tiles, ends, total, tl.cdiv(total, columns)
 
 
-@triton.jit
+@_jit()
 def _attend(
     query,  # [QUERY_ROWS, HEAD_DIM]
     k_pages,  # at this kv head
@@ -258,7 +268,7 @@ def _attend(
     return maximum, tl.sum(totals, 1), acc
 
 
-@triton.jit
+@_jit()
 def _merge(
     values,
     stats,
@@ -288,7 +298,10 @@ def _merge(
         part_total = tl.load(stats + at + GROUP, mask=live, other=0.0, cache_modifier=".cg")
         at = (slots[:, None] * GROUP + lanes[None, :]) * HEAD_DIM
         part = tl.load(
-            values + at[:, :, None] + dims[None, None, :], mask=live[:, :, None], other=0.0, cache_modifier=".cg"
+            values + at[:, :, None] + dims[None, None, :],
+            mask=live[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
         )
         new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
         weights = tl.exp2(part_maximum - new_maximum[None, :])
@@ -299,7 +312,7 @@ def _merge(
     return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "table_stride"])
+@_jit("rows", "table_stride")
 def _decode_kernel(
     q,
     k_pages,
@@ -311,7 +324,6 @@ def _decode_kernel(
     stats,
     counters,
     rows,
-    columns,
     scale,
     q_row_stride,
     q_head_stride,
@@ -335,9 +347,9 @@ def _decode_kernel(
     head = tl.program_id(0)
     column = tl.program_id(1)
     if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    _, _, ends, total, per_column = _line_of_tiles(kv_lengths, rows, columns, TILE, ROWS_PAD)
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    _, _, ends, total, per_column = _line_of_tiles(kv_lengths, rows, tl.num_programs(1), TILE, ROWS_PAD)
     begin = column * per_column
     stop = tl.minimum(begin + per_column, total)
     passed = ends <= begin
@@ -410,14 +422,14 @@ def _decode_kernel(
         row += 1
 
 
-@triton.jit
+@_jit()
 def _store_merged(out_row, merged, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr):
     lanes = tl.arange(0, GROUP_PAD)
     where = out_row + lanes[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     tl.store(where, merged.to(out_row.dtype.element_ty), mask=(lanes < GROUP)[:, None])
 
 
-@triton.jit(do_not_specialize=["rows", "columns"])
+@_jit("rows", "columns")
 def _merge_kernel(
     kv_lengths,
     out,
@@ -438,8 +450,8 @@ def _merge_kernel(
     head = tl.program_id(0)
     row = tl.program_id(1)
     if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     row_ids, tiles, ends, _, per_column = _line_of_tiles(kv_lengths, rows, columns, TILE, ROWS_PAD)
     row_end = tl.sum(tl.where(row_ids == row, ends, 0), 0)
     row_begin = row_end - tl.sum(tl.where(row_ids == row, tiles, 0), 0)

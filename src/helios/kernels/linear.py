@@ -8,25 +8,29 @@ cuBLAS is near the card's copy speed for large weights and at half of it for sma
 * ``split`` (1 to 16 rows): tensor cores, rows padded to 16, weight tiles through shared memory, the K axis
   cut into ``splits``; the program that arrives last adds the parts up in a fixed order, so results repeat.
 
-With ``pdl`` (programmatic dependent launch, SM90) a kernel starts while the one before it drains, and the
-``gemv`` has its first weights on the way before it waits for that kernel's output: the weights do not
-depend on it.
+Under :func:`helios.kernels.common.use_pdl` (SM90) a kernel starts while the one before it drains. The weights
+do not depend on that one, so ``gemv`` has its first tile on the way to its registers, and ``split`` on the way
+to the second-level cache, before they wait for its output.
 
 :class:`LinearTable` times ``torch`` (cuBLAS) and the variants at start and answers with the fastest.
 """
 
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportInvalidTypeForm=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportConstantRedefinition=false
+
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
-from triton.errors import TritonError
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from helios.kernels.common import available, cuda, launch_options, tl, triton
 
 MAX_ROWS = 16  # what the tables and the split kernel reach; cuBLAS is near the roof beyond
 MAX_GEMV_ROWS = 4  # more rows make the arithmetic outweigh the loads
@@ -44,7 +48,6 @@ class Variant:
     block_k: int = 0  # split only; a gemv's is 256 for each warp
     num_stages: int = 1  # split only
     splits: int = 1  # split only
-    pdl: bool = False
 
     def fits(self, rows: int, n: int, k: int) -> bool:
         """Whether this variant computes a linear of that shape."""
@@ -65,12 +68,14 @@ class Variant:
 TORCH = Variant()
 
 
-def gemv(block_n: int, num_warps: int, pdl: bool = False) -> Variant:
-    return Variant("gemv", block_n, num_warps, pdl=pdl)
+def gemv(block_n: int, num_warps: int) -> Variant:
+    """A gemv variant, see :class:`Variant`."""
+    return Variant("gemv", block_n, num_warps)
 
 
-def split(block_n: int, block_k: int, splits: int, num_warps: int, num_stages: int, pdl: bool = False) -> Variant:
-    return Variant("split", block_n, num_warps, block_k, num_stages, splits, pdl)
+def split(block_n: int, block_k: int, splits: int, num_warps: int, num_stages: int) -> Variant:
+    """A split variant, see :class:`Variant`."""
+    return Variant("split", block_n, num_warps, block_k, num_stages, splits)
 
 
 class LinearWorkspace:
@@ -87,7 +92,7 @@ class LinearWorkspace:
         """Make room for ``variant`` on ``n`` outputs. Call before a capture: memory must not move later."""
         if variant.kind != "split" or variant.splits == 1:
             return
-        blocks = triton.cdiv(n, variant.block_n)
+        blocks = -(-n // variant.block_n)
         size = blocks * variant.splits * MAX_ROWS * variant.block_n
         if self.parts.numel() < size:
             self.parts = torch.empty(size, device=self.parts.device, dtype=torch.float32)
@@ -117,9 +122,8 @@ def small_linear(
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError("x must be contiguous along K, and the weight contiguous")
     out = torch.empty((rows, n), device=x.device, dtype=x.dtype)
-    blocks = triton.cdiv(n, variant.block_n)
-    options = {"launch_pdl": True} if variant.pdl else {}
-    epilogue = {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None, "PDL": variant.pdl}
+    blocks = -(-n // variant.block_n)
+    epilogue = {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None}
     bias = weight if bias is None else bias  # never read then
     residual_stride = 0 if residual is None else residual.stride(0)
     residual = x if residual is None else residual
@@ -138,9 +142,8 @@ def small_linear(
             BLOCK_N=variant.block_n,
             BLOCK_K=_GEMV_K_PER_WARP * variant.num_warps,
             GATED=gated,
-            num_warps=variant.num_warps,
             **epilogue,
-            **options,
+            **launch_options(variant.num_warps),
         )
         return out
     if workspace is None:
@@ -163,10 +166,9 @@ def small_linear(
         BLOCK_N=variant.block_n,
         BLOCK_K=variant.block_k,
         SPLITS=variant.splits,
-        num_warps=variant.num_warps,
         num_stages=variant.num_stages,
         **epilogue,
-        **options,
+        **launch_options(variant.num_warps),
     )
     return out
 
@@ -187,8 +189,15 @@ def linear_reference(
     return y if residual is None else residual + y
 
 
-@triton.jit
-def _finish(y, bias, residual, n, live, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, dtype: tl.constexpr):
+def _jit(*unspecialised: str) -> Callable[[Callable[..., Any]], Any]:
+    """``triton.jit`` that does not compile again when one of these integers is 1 or a multiple of 16."""
+    return lambda kernel: kernel if triton is None else triton.jit(kernel, do_not_specialize=unspecialised)
+
+
+@_jit()
+def _finish(
+    y, bias, residual, n, live, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, dtype: tl.constexpr
+):
     """Bias in float32, then round, then the residual: as separate operations round."""
     if HAS_BIAS:
         y += tl.load(bias + n, mask=live, other=0.0).to(tl.float32)
@@ -198,7 +207,7 @@ def _finish(y, bias, residual, n, live, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl
     return y
 
 
-@triton.jit
+@_jit()
 def _multiply(weights, x, k, limit, LINES: tl.constexpr, BLOCK_K: tl.constexpr):
     """Products of one tile, summed over each lane's 8 neighbours: ``[LINES, BLOCK_K / 8]`` float32."""
     # x as [1, BLOCK_K], so that it has the weights' layout and no lane exchanges anything.
@@ -206,7 +215,7 @@ def _multiply(weights, x, k, limit, LINES: tl.constexpr, BLOCK_K: tl.constexpr):
     return tl.sum(tl.reshape(weights.to(tl.float32) * row, (LINES, BLOCK_K // 8, 8)), 2)
 
 
-@triton.jit
+@_jit()
 def _gemv_kernel(
     x,
     weight,
@@ -241,8 +250,8 @@ def _gemv_kernel(
     # The first weights are on their way before the previous kernel's output is waited for.
     weights = tl.load(tile, mask=live & (k < k_size)[None, :], other=0.0, eviction_policy="evict_first")
     if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     acc0 = tl.zeros([LINES, BLOCK_K // 8], tl.float32)
     acc1 = tl.zeros([LINES, BLOCK_K // 8], tl.float32)
     acc2 = tl.zeros([LINES, BLOCK_K // 8], tl.float32)
@@ -279,7 +288,23 @@ def _gemv_kernel(
         tl.store(out + row * n_out + at, y, mask=at < n_out)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@_jit()
+def _prefetch(weight, n, k_size, begin, count, BLOCK_K: tl.constexpr):
+    """Start bringing weight rows ``n``, columns ``begin`` to ``begin + count``, to the second-level cache."""
+    at = tl.arange(0, BLOCK_K // 16) * 16  # 32 bytes of a 2-byte dtype: one sector
+    rows = weight + n.to(tl.int64)[:, None] * k_size + begin + at[None, :]
+    for start in range(0, count, BLOCK_K):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [(rows + start).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@_jit("rows")
 def _split_kernel(
     x,
     weight,
@@ -303,15 +328,18 @@ def _split_kernel(
 ):
     block = tl.program_id(0)
     part = tl.program_id(1)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.arange(0, PAD)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     tiles = k_size // BLOCK_K
     begin = (tiles * part // SPLITS) * BLOCK_K
     end = (tiles * (part + 1) // SPLITS) * BLOCK_K
+    if PDL:
+        cuda.gdc_launch_dependents()
+        _prefetch(
+            weight, tl.minimum(n, n_out - 1), k_size, begin, tl.minimum(end - begin, 3 * BLOCK_K), BLOCK_K
+        )
+        cuda.gdc_wait()
     x_tile = x + row[:, None] * x_stride + k[None, :]
     weight_tile = weight + n.to(tl.int64)[:, None] * k_size + k[None, :]
     acc = tl.zeros([PAD, BLOCK_N], tl.float32)
@@ -326,7 +354,11 @@ def _split_kernel(
     residual_tile = residual + row[:, None] * residual_stride
     columns = n[None, :]
     if SPLITS == 1:
-        tl.store(out_tile, _finish(acc, bias, residual_tile, columns, live, HAS_BIAS, HAS_RESIDUAL, dtype), mask=live)
+        tl.store(
+            out_tile,
+            _finish(acc, bias, residual_tile, columns, live, HAS_BIAS, HAS_RESIDUAL, dtype),
+            mask=live,
+        )
     else:
         where = parts + row[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         first = block * SPLITS
@@ -348,13 +380,13 @@ def _split_kernel(
             tl.store(out_tile, y, mask=live)
 
 
-def candidates(rows: int, pdl: bool = False) -> list[Variant]:
+def candidates(rows: int) -> list[Variant]:
     """What :meth:`LinearTable.tune` tries at ``rows``. Few: each is compiled once on a new machine."""
     found: list[Variant] = []
     if rows <= MAX_GEMV_ROWS:
-        found += [gemv(2, 4, pdl), gemv(4, 4, pdl), gemv(4, 2, pdl), gemv(8, 2, pdl)]
+        found += [gemv(2, 4), gemv(4, 4), gemv(4, 2), gemv(8, 2)]
     if rows > 1:
-        found += [split(32, 256, splits, 4, 3, pdl) for splits in (1, 2, 4, 8)]
+        found += [split(32, 256, splits, 4, 3) for splits in (1, 2, 4, 8)]
     return found
 
 
@@ -384,11 +416,10 @@ class LinearTable:
     One table serves one stream: its workspace is shared by all calls.
     """
 
-    def __init__(self, device: torch.device, *, pdl: bool = False, margin: float = 0.03) -> None:
+    def __init__(self, device: torch.device, *, margin: float = 0.03) -> None:
         self.device = device
         self.measurements: dict[tuple[int, int, int], Measurement] = {}
         self.workspace = LinearWorkspace(device)
-        self._pdl = pdl
         self._margin = margin  # what a variant must win by: cuBLAS is the tried one
 
     def choose(self, n: int, k: int, rows: int) -> Variant:
@@ -418,22 +449,29 @@ class LinearTable:
         *,
         rows: Sequence[int] = ROW_BUCKETS,
         budget_s: float = 3.0,
-        variants: Callable[[int, bool], Sequence[Variant]] = candidates,
+        variants: Callable[[int], Sequence[Variant]] = candidates,
     ) -> None:
         """Measure every weight in ``weights`` (name -> the same projection of several layers) at ``rows``.
 
         The layers' weights are used in turn, so that they come from memory and not from the cache, as in a
         decode step. Stops at ``budget_s``; what was not reached stays with torch.
         """
+        if self.device.type != "cuda" or not available(self.device):
+            return
         deadline = time.monotonic() + budget_s
         for count in rows:
             for name, layers in weights.items():
                 if time.monotonic() > deadline:
                     return
-                self._measure(name, layers, count, variants(count, self._pdl), deadline)
+                self._measure(name, layers, count, variants(count), deadline)
 
     def _measure(
-        self, name: str, layers: Sequence[torch.Tensor], rows: int, variants: Sequence[Variant], deadline: float
+        self,
+        name: str,
+        layers: Sequence[torch.Tensor],
+        rows: int,
+        variants: Sequence[Variant],
+        deadline: float,
     ) -> None:
         n, k = layers[0].shape
         x = torch.randn((rows, k), device=self.device, dtype=layers[0].dtype)
@@ -441,20 +479,23 @@ class LinearTable:
         result.seconds[TORCH] = self._time(x, layers, TORCH)
         expected = F.linear(x, layers[0])
         best = result.seconds[TORCH] * (1 - self._margin)
+        triton_error: type[Exception] = importlib.import_module("triton.errors").TritonError
         for variant in variants:
             if not variant.fits(rows, n, k) or time.monotonic() > deadline:
                 continue
             self.workspace.grow(n, variant)
             try:
                 seconds = self._time(x, layers, variant)
-            except TritonError:  # more registers or shared memory than this card has
+            except triton_error:  # more registers or shared memory than this card has
                 continue
             result.seconds[variant] = seconds
             if seconds < best and self._agrees(x, layers[0], variant, expected):
                 best, result.choice = seconds, variant
         self.measurements[n, k, rows] = result
 
-    def _agrees(self, x: torch.Tensor, weight: torch.Tensor, variant: Variant, expected: torch.Tensor) -> bool:
+    def _agrees(
+        self, x: torch.Tensor, weight: torch.Tensor, variant: Variant, expected: torch.Tensor
+    ) -> bool:
         y = small_linear(x, weight, variant=variant, workspace=self.workspace)
         error = (y.float() - expected.float()).norm() / expected.float().norm()
         return bool(error < 0.01)
@@ -481,8 +522,10 @@ def time_in_graph(step: Callable[[], None], device: torch.device, replays: int =
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             step()  # compiles, and cuBLAS makes its workspace, outside the capture
-            with torch.cuda.graph(graph, stream=stream):
-                step()
+            torch.cuda.synchronize()
+            graph.capture_begin()  # not torch.cuda.graph: emptying the allocator's cache costs more than all this
+            step()
+            graph.capture_end()
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 2)]
             graph.replay()
             for mark in marks[:-1]:
@@ -491,4 +534,4 @@ def time_in_graph(step: Callable[[], None], device: torch.device, replays: int =
             marks[-1].record()
         stream.synchronize()
         torch.cuda.current_stream().wait_stream(stream)
-        return min(start.elapsed_time(end) for start, end in zip(marks, marks[1:], strict=False)) / 1e3
+        return min(start.elapsed_time(end) for start, end in pairwise(marks)) / 1e3

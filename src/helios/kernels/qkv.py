@@ -122,8 +122,9 @@ def _qkv_kernel(
     # Nothing of this is written by the kernel before.
     position = tl.load(positions + token).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
-    cos = tl.load(rope + position * DIM + pair)
-    sin = tl.load(rope + position * DIM + HALF + pair)
+    turn = rope + position * DIM + (head * 0 + pair)  # every head its own, in the layout of its values
+    cos = tl.load(turn)
+    sin = tl.load(turn + HALF)
     if HAS_NORM:
         scale_0 = tl.load(qk_norm + where, rotated, other=0.0).to(tl.float32)
         scale_1 = tl.load(qk_norm + where + HALF, rotated, other=0.0).to(tl.float32)

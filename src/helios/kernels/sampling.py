@@ -14,7 +14,9 @@ kernels (which reject draws where this finds the threshold). Here:
 
 1. ``_chunk``: maxima (and the whole draw of rows without filters);
 2. ``_count``, twice: number and mass within ``_PIVOTS`` pivots, per chunk; the second time between the
-   neighbouring pivots that the first time left in question;
+   neighbouring pivots that the first time left in question, if these hold many.
+   With a small top_k, the best logits of the chunks bound the k-th best of all, and parts of the row beyond
+   that bound are not even loaded;
 3. ``_collect``: draws among the tokens that are allowed for certain, and copies those still in question
    (typically some dozens) into a list, in the order of their ids;
 4. ``_finish``: searches the list, draws among its allowed tokens, and takes the best of all draws.
@@ -65,8 +67,9 @@ def _bits(number: float) -> int:
 
 # The pivots of the first counting pass are evenly spaced in bits, so nearly geometrically in distance.
 _REACH = constant(NOISE_RANGE)
-_LAST_KEY = constant(_bits(NOISE_RANGE))
+_LAST_KEY = constant(_bits(NOISE_RANGE))  # tokens beyond are treated as if they were not there
 _FIRST_STEP = constant((_bits(NOISE_RANGE) - _bits(NOISE_RANGE / 32)) // (_COUNT_PIVOTS - 1))
+_NEAR_KEY = constant(_bits(NOISE_RANGE / 64))
 _TOP_K_OFF = constant(2**31 - 1)
 _NO_KEY = constant(2**31 - 1)
 
@@ -90,7 +93,7 @@ def sample(
     :class:`helios.runtime.sampler.SampledTokens`. With ``filters`` false no row may have any, and the three
     launches that would look for them are left out.
     """
-    assert logits.stride(1) == 1 and packed.stride(1) == 1
+    assert logits.stride(1) == packed.stride(1) == 1
     rows = logits.shape[0]
     vocabulary = logits.shape[1] if vocabulary_size is None else min(vocabulary_size, logits.shape[1])
     device = logits.device
@@ -129,6 +132,7 @@ def sample(
                 keys,
                 counted,
                 DONE=done,
+                ENOUGH=_LIST_BLOCK,
                 ALL=pivots,
                 BLOCK=_FILTER_CHUNK,
                 **filter_sizes,
@@ -172,7 +176,7 @@ def sample(
     return token_ids, finite
 
 
-# --- parameters, noise -------------------------------------------------------------------------------------
+# --- parameters, noise
 
 
 @jit
@@ -223,7 +227,7 @@ def _gumbel(word, FAST: tl.constexpr):
     return -_log(exponential, FAST)
 
 
-# --- blocks of four tokens -----------------------------------------------------------------------------------
+# --- blocks of four tokens
 # A program's tokens lie in four vectors, token 4 * n + j in place n of vector j, because that is how Philox
 # gives its words. Their loads overlap in the same cache lines.
 
@@ -270,7 +274,7 @@ def _distance(logit, best, inverse_temperature):
     return tl.abs((best - logit) * inverse_temperature)
 
 
-# --- the first pass ------------------------------------------------------------------------------------------
+# --- the first pass
 
 
 @jit
@@ -320,64 +324,93 @@ def _chunk(
 
 
 @jit
-def _row_best(drawn, row, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr):
+def _chunk_tops(drawn, row, CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr):
+    """The largest logits of a row's chunks."""
     chunk = tl.arange(0, CHUNKS_PADDED)
-    return tl.max(tl.load(drawn + row * CHUNKS + chunk, chunk < CHUNKS, other=float("-inf")), 0)
+    return tl.load(drawn + row * CHUNKS + chunk, chunk < CHUNKS, other=float("-inf"))
 
 
-# --- filters: counting -----------------------------------------------------------------------------------------
+# --- filters: counting
 
 
 @jit
-def _bracket(keys, number, mass, top_k, top_p):
-    """What counts at some pivots tell of the greatest allowed distance of top_k and top_p, as keys.
+def _key(distance):
+    return distance.to(tl.int32, bitcast=True)
 
-    It lies in ``(low, high]``, or both are the last key. Also returned: the number and the mass of tokens
-    within ``low``, and the mass of all. ``keys``, ``number`` and ``mass`` are vectors in any order; a pivot
-    at the last key is among them.
+
+@jit
+def _in_question(distance, low, high):
+    return (_key(distance) > low) & (_key(distance) <= high)
+
+
+@jit
+def _limit(tops, best, inverse_temperature, top_k):
+    """A key that the k-th best token can't lie beyond: nearly that of the k-th among the chunks' best."""
+    key = _key(_distance(tops, best, inverse_temperature))
+    index = tl.arange(0, _SEARCH_PIVOTS)
+    low = _NEAR_KEY
+    high = _LAST_KEY
+    for _ in tl.static_range(2):
+        step = (high - low) // _SEARCH_PIVOTS
+        pivots = high - step * index
+        number = tl.sum((key[None, :] <= pivots[:, None]).to(tl.int32), 1)
+        high = tl.min(tl.where(number >= top_k, pivots, high), 0)
+        low = high - step
+    return high
+
+
+@jit
+def _bracket(row_counts, row, top_k, top_p, KNOWN: tl.constexpr, ALL: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr):
+    """What the counts at a row's first ``KNOWN`` pivots tell of the greatest distance top_k and top_p allow.
+
+    As a key it lies in ``(low, high]``, or both are the last pivot. Returned are low and high, the number
+    and the mass of tokens within low, the mass of all, and how many each part has within low and in
+    question.
 
     With both filters on, ``(low, high]`` also holds top_k's own distance, since the mass that top_p takes
-    its share of ends there: it is known by its bounds only.
+    its share of ends there, and only bounds of it are known.
     """
-    has_top_k = top_k < _TOP_K_OFF
+    keys, counted = row_counts
+    pivot = tl.arange(0, KNOWN)
+    part = tl.arange(0, PADDED)
+    key = tl.load(keys + row * ALL + pivot)
+    at = counted + (row.to(tl.int64) * ALL + pivot)[:, None] * PARTS + part[None, :]
+    inside = (part < PARTS)[None, :] & (key >= 0)[:, None]  # a pivot of -1 was not needed nor counted
+    numbers = tl.load(at, inside, other=0.0).to(tl.int32)  # [KNOWN, PADDED]
+    masses = tl.load(at + tl.num_programs(0).to(tl.int64) * ALL * PARTS, inside, other=0.0)
+    number = tl.sum(numbers, 1)
+    mass = tl.sum(masses.to(tl.float64), 1)
+    # Neither is in order from here on, nor need it be: the second count's pivots lie between the first's.
+    last = tl.max(key, 0)
     total = tl.max(mass, 0)
-    enough = number >= top_k
-    low = tl.where(has_top_k, tl.max(tl.where(enough, -1, keys), 0), -1)
-    high = tl.min(tl.where(enough | (has_top_k == 0), keys, _LAST_KEY), 0)
-    high = tl.where(has_top_k, high, _LAST_KEY)
+    low = -1
+    high = last
+    least = total
+    most = total
+    if top_k < _TOP_K_OFF:
+        enough = number >= top_k
+        low = tl.max(tl.where(enough, -1, key), 0)
+        high = tl.min(tl.where(enough, key, last), 0)
+        least = tl.max(tl.where(enough, 0.0, mass), 0)
+        most = tl.min(tl.where(enough, mass, total), 0)
     if top_p <= 1.0:
         share = top_p.to(tl.float64)
-        least = tl.where(has_top_k, tl.max(tl.where(enough, 0.0, mass), 0), total)
-        most = tl.where(has_top_k, tl.min(tl.where(enough, mass, total), 0), total)
-        low = tl.max(tl.where(mass < share * least, keys, -1), 0)
-        reached = tl.min(tl.where(mass >= share * most, keys, _LAST_KEY), 0)
-        high = tl.where(has_top_k, high, reached)
-    within = keys <= low
-    return low, high, tl.max(tl.where(within, number, 0), 0), tl.max(tl.where(within, mass, 0.0), 0), total
+        low = tl.max(tl.where(mass < share * least, key, -1), 0)
+        high = tl.minimum(high, tl.min(tl.where(mass >= share * most, key, last), 0))
+        if top_k < _TOP_K_OFF:
+            high = tl.min(tl.where(number >= top_k, key, last), 0)
+    within = key <= low
+    sure = tl.max(tl.where(within[:, None], numbers, 0), 0)
+    asked = tl.max(tl.where((key <= high)[:, None], numbers, 0), 0) - sure
+    return low, high, tl.max(tl.where(within, number, 0), 0), tl.max(tl.where(within, mass, 0.0), 0), total, sure, asked
 
 
 @jit
-def _row_bracket(keys, counted, row, top_k, top_p, KNOWN: tl.constexpr, ALL: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr):
-    """:func:`_bracket` from the first ``KNOWN`` pivots of a row; also these and their numbers per part."""
-    pivot = tl.arange(0, KNOWN)
-    part = tl.arange(0, PARTS_PADDED)
-    at = (row.to(tl.int64) * ALL + pivot)[:, None] * PARTS + part[None, :]
-    size = tl.num_programs(0).to(tl.int64) * ALL * PARTS
-    inside = (part < PARTS)[None, :]
-    key = tl.load(keys + row * ALL + pivot)
-    numbers = tl.load(counted + at, inside, other=0.0).to(tl.int32)  # [KNOWN, PARTS_PADDED]
-    masses = tl.load(counted + size + at, inside, other=0.0)
-    low, high, number, mass, total = _bracket(
-        key, tl.sum(numbers, 1), tl.sum(masses.to(tl.float64), 1), top_k, top_p
-    )
-    return low, high, number, mass, total, key, numbers
-
-
-@jit
-def _count_one(distance, pivots):
-    within = distance.to(tl.int32, bitcast=True)[:, None] <= pivots[None, :]
-    mass = tl.where(within, tl.exp(-distance)[:, None], 0.0)
-    return within.to(tl.int32), mass
+def _within(distance, pivots):
+    """Which tokens lie within which pivot, as 0 or 1, and their masses there, ``[pivots, tokens]`` each."""
+    # Tokens come last so that a thread holds its tokens for all pivots, and sums most of them by itself.
+    within = _key(distance)[None, :] <= pivots[:, None]
+    return within.to(tl.int32), tl.where(within, tl.exp(-distance)[None, :], 0.0)
 
 
 @jit
@@ -391,6 +424,7 @@ def _count(
     keys,
     counted,
     DONE: tl.constexpr,
+    ENOUGH: tl.constexpr,
     ALL: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -408,34 +442,49 @@ def _count(
     top_p, _, top_k, _ = _filters(packed, row, packed_stride)
     if (inverse_temperature == 0) | ((top_k == _TOP_K_OFF) & (top_p > 1.0)):
         return
-    best = _row_best(drawn, row, CHUNKS, CHUNKS_PADDED)
+    tops = _chunk_tops(drawn, row, CHUNKS, CHUNKS_PADDED)
+    best = tl.max(tops, 0)
     if tl.abs(best) == float("inf"):
         return
     index = tl.arange(0, _PIVOTS)
     if DONE == 0:
-        pivots = _LAST_KEY - (_PIVOTS - 1 - index) * _FIRST_STEP
+        last = _LAST_KEY
+        if top_k <= CHUNKS:
+            last = _limit(tops, best, inverse_temperature, top_k)
+        pivots = tl.maximum(last - (_PIVOTS - 1 - index) * _FIRST_STEP, 0)
     else:
-        low, high, _, _, _, _, _ = _row_bracket(
-            keys, counted, row, top_k, top_p, DONE, ALL, PARTS, PARTS_PADDED
-        )
-        step = (high - low + _PIVOTS) // (_PIVOTS + 1)
-        pivots = tl.minimum(low + step * (index + 1), high)
+        low, last, _, _, _, _, asked = _bracket((keys, counted), row, top_k, top_p, DONE, ALL, PARTS, PARTS_PADDED)
+        if tl.sum(asked, 0) <= ENOUGH:
+            # Few enough are in question for one block of _finish.
+            if part == 0:
+                tl.store(keys + row * ALL + DONE + index, index * 0 - 1)
+            return
+        step = (last - low + _PIVOTS) // (_PIVOTS + 1)
+        pivots = tl.minimum(low + step * (index + 1), last)
     if part == 0:
         tl.store(keys + row * ALL + DONE + index, pivots)
 
+    at = counted + (row.to(tl.int64) * ALL + DONE + index) * PARTS + part
+    mass_at = at + tl.num_programs(0).to(tl.int64) * ALL * PARTS
+    # The part's own best is that of its chunks.
+    chunk = tl.arange(0, CHUNKS_PADDED)
+    mine = chunk // (CHUNKS_PADDED // PARTS_PADDED) == part
+    top = tl.max(tl.where(mine, tops, float("-inf")), 0)
+    if _key(_distance(top, best, inverse_temperature)) > last:
+        tl.store(at, index * 0.0)
+        tl.store(mass_at, index * 0.0)
+        return
     block = part * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     l0, l1, l2, l3 = _load4(logits + row.to(tl.int64) * logits_stride, block, vocabulary)
-    n0, m0 = _count_one(_distance(l0, best, inverse_temperature), pivots)
-    n1, m1 = _count_one(_distance(l1, best, inverse_temperature), pivots)
-    n2, m2 = _count_one(_distance(l2, best, inverse_temperature), pivots)
-    n3, m3 = _count_one(_distance(l3, best, inverse_temperature), pivots)
-    at = counted + (row.to(tl.int64) * ALL + DONE + index) * PARTS + part
-    tl.store(at, tl.sum((n0 + n1) + (n2 + n3), 0).to(tl.float32))
-    size = tl.num_programs(0).to(tl.int64) * ALL * PARTS
-    tl.store(at + size, tl.sum((m0 + m1) + (m2 + m3), 0))
+    n0, m0 = _within(_distance(l0, best, inverse_temperature), pivots)
+    n1, m1 = _within(_distance(l1, best, inverse_temperature), pivots)
+    n2, m2 = _within(_distance(l2, best, inverse_temperature), pivots)
+    n3, m3 = _within(_distance(l3, best, inverse_temperature), pivots)
+    tl.store(at, tl.sum(n0 + n1 + n2 + n3, 1).to(tl.float32))
+    tl.store(mass_at, tl.sum(m0 + m1 + m2 + m3, 1))
 
 
-# --- filters: drawing ------------------------------------------------------------------------------------------
+# --- filters: drawing
 
 
 @jit
@@ -449,12 +498,6 @@ def _put(listed, size, distance, token, wanted, place, LIST: tl.constexpr):
     tl.store(listed + place, distance, fits)
     tl.store(listed + size + place, token.to(tl.float32, bitcast=True), fits)
     return place + wanted.to(tl.int32)
-
-
-@jit
-def _in_question(distance, low, high):
-    key = distance.to(tl.int32, bitcast=True)
-    return (key > low) & (key <= high)
 
 
 @jit
@@ -488,45 +531,48 @@ def _collect(
     top_p, reach, top_k, filtered = _filters(packed, row, packed_stride)
     if (inverse_temperature == 0) | (filtered == 0):
         return
-    best = _row_best(drawn, row, CHUNKS, CHUNKS_PADDED)
+    best = tl.max(_chunk_tops(drawn, row, CHUNKS, CHUNKS_PADDED), 0)
     if tl.abs(best) == float("inf"):
         return
+    score_at = certain + row * PARTS + part
+    token_at = score_at + tl.num_programs(0) * PARTS
+
+    farthest = reach
+    low = -1
+    high = -1
+    start = 0  # of this part in the list
+    in_question = 0  # tokens of this part
+    if (top_k < _TOP_K_OFF) | (top_p <= 1.0):
+        low, high, _, _, _, sure, asked = _bracket((keys, counted), row, top_k, top_p, ALL, ALL, PARTS, PARTS_PADDED)
+        # low as a distance; -1, where not even the best is certain, would be the bits of a NaN.
+        farthest = tl.minimum(tl.where(low < 0, -1.0, low.to(tl.float32, bitcast=True)), reach)
+        index = tl.arange(0, PARTS_PADDED)
+        start = tl.sum(tl.where(index < part, asked, 0), 0)
+        in_question = tl.sum(tl.where(index == part, asked, 0), 0)
+        if tl.sum(tl.where(index == part, sure + asked, 0), 0) == 0:
+            tl.store(score_at, float("-inf"))
+            tl.store(token_at, 0.0)
+            return
+
     block = part * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     l0, l1, l2, l3 = _load4(logits + row.to(tl.int64) * logits_stride, block, vocabulary)
     d0 = _distance(l0, best, inverse_temperature)
     d1 = _distance(l1, best, inverse_temperature)
     d2 = _distance(l2, best, inverse_temperature)
     d3 = _distance(l3, best, inverse_temperature)
-
-    farthest = reach
-    if (top_k < _TOP_K_OFF) | (top_p <= 1.0):
-        low, high, _, _, _, key, numbers = _row_bracket(
-            keys, counted, row, top_k, top_p, ALL, ALL, PARTS, PARTS_PADDED
-        )
-        # low as a distance; -1, where not even the best is certain, has the bits of a NaN.
-        farthest = tl.minimum(tl.where(low < 0, -1.0, low.to(tl.float32, bitcast=True)), reach)
-        # How many tokens in question each part has, and so where this part's begin.
-        index = tl.arange(0, PARTS_PADDED)
-        upper = tl.max(tl.where((key <= high)[:, None], numbers, 0), 0)
-        lower = tl.max(tl.where((key <= low)[:, None], numbers, 0), 0)
-        mine = tl.sum(tl.where(index == part, upper - lower, 0), 0)
-        start = tl.sum(tl.where(index < part, upper - lower, 0), 0)
-        if (mine > 0) & (start < LIST):
-            q0 = _in_question(d0, low, high)
-            q1 = _in_question(d1, low, high)
-            q2 = _in_question(d2, low, high)
-            q3 = _in_question(d3, low, high)
-            number = q0.to(tl.int32) + q1.to(tl.int32) + q2.to(tl.int32) + q3.to(tl.int32)
-            place = start + tl.cumsum(number, 0) - number
-            size = tl.num_programs(0) * LIST
-            target = listed + row * LIST
-            place = _put(target, size, d0, block * 4, q0, place, LIST)
-            place = _put(target, size, d1, block * 4 + 1, q1, place, LIST)
-            place = _put(target, size, d2, block * 4 + 2, q2, place, LIST)
-            _put(target, size, d3, block * 4 + 3, q3, place, LIST)
-
-    score = float("-inf")
-    token = 0
+    if (in_question > 0) & (start < LIST):
+        q0 = _in_question(d0, low, high)
+        q1 = _in_question(d1, low, high)
+        q2 = _in_question(d2, low, high)
+        q3 = _in_question(d3, low, high)
+        number = q0.to(tl.int32) + q1.to(tl.int32) + q2.to(tl.int32) + q3.to(tl.int32)
+        place = start + tl.cumsum(number, 0) - number
+        size = tl.num_programs(0) * LIST
+        target = listed + row * LIST
+        place = _put(target, size, d0, block * 4, q0, place, LIST)
+        place = _put(target, size, d1, block * 4 + 1, q1, place, LIST)
+        place = _put(target, size, d2, block * 4 + 2, q2, place, LIST)
+        _put(target, size, d3, block * 4 + 3, q3, place, LIST)
     if tl.min(tl.minimum(tl.minimum(d0, d1), tl.minimum(d2, d3)), 0) <= farthest:
         w0, w1, w2, w3 = _words(packed, row, packed_stride, block)
         score, token = _best4(
@@ -536,29 +582,28 @@ def _collect(
             _allowed_score(d3, w3, farthest, FAST),
             block,
         )
-    at = certain + row * PARTS + part
-    tl.store(at, score)
-    tl.store(at + tl.num_programs(0) * PARTS, token.to(tl.float32, bitcast=True))
+        tl.store(score_at, score)
+        tl.store(token_at, token.to(tl.float32, bitcast=True))
+    else:
+        tl.store(score_at, float("-inf"))
+        tl.store(token_at, 0.0)
 
 
-# --- the last pass ---------------------------------------------------------------------------------------------
+# --- the last pass
 
 
 @jit
-def _candidates(
-    logits, listed, row, start, number, vocabulary, best, inverse_temperature, low, high,
-    LIST: tl.constexpr, BLOCK: tl.constexpr
-):
+def _candidates(asked, start, LIST: tl.constexpr, BLOCK: tl.constexpr):
     """A block of tokens in question: distances (infinity in empty places) and ids.
 
     They come from the list, or from the logits where the list was too short for them.
     """
+    logits, listed, number, vocabulary, best, inverse_temperature, low, high = asked
     place = start + tl.arange(0, BLOCK)
     if number <= LIST:
         there = place < number
-        at = listed + row * LIST + place
-        distance = tl.load(at, there, other=float("inf"))
-        token = tl.load(at + tl.num_programs(0) * LIST, there, other=0.0).to(tl.int32, bitcast=True)
+        distance = tl.load(listed + place, there, other=float("inf"))
+        token = tl.load(listed + tl.num_programs(0) * LIST + place, there, other=0.0).to(tl.int32, bitcast=True)
     else:
         token = place
         distance = _distance(_load(logits, token, vocabulary), best, inverse_temperature)
@@ -567,32 +612,25 @@ def _candidates(
 
 
 @jit
-def _search(
-    logits, listed, row, number, vocabulary, best, inverse_temperature, low, high, until, base, target,
-    MASS: tl.constexpr, LIST: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The least key in ``(low, until]`` within which number (or mass) reach ``target``, and the mass there.
+def _search(asked, size, low, high, base, target, MASS: tl.constexpr, LIST: tl.constexpr, BLOCK: tl.constexpr):
+    """The least key in ``(low, high]`` within which the number (or mass) of tokens reaches ``target``.
 
-    ``base`` is what lies within ``low``. If nothing reaches it, rounding was against us, and the answer
-    is ``until``.
+    ``base`` is what lies within ``low``. If rounding keeps the sum from reaching it, the answer is ``high``.
     """
-    size = tl.where(number <= LIST, number, vocabulary)
     below = low
-    above = until
+    above = high
     index = tl.arange(0, _SEARCH_PIVOTS)
     while above - below > 1:
         step = (above - below + _SEARCH_PIVOTS) // (_SEARCH_PIVOTS + 1)
         pivots = tl.minimum(below + step * (index + 1), above)
         reached = tl.zeros([_SEARCH_PIVOTS], tl.float32)
         for start in range(0, size, BLOCK):
-            distance, _ = _candidates(
-                logits, listed, row, start, number, vocabulary, best, inverse_temperature, low, high, LIST, BLOCK
-            )
-            numbers, masses = _count_one(distance, pivots)
+            distance, _ = _candidates(asked, start, LIST, BLOCK)
+            numbers, masses = _within(distance, pivots)
             if MASS:
-                reached += tl.sum(masses, 0)
+                reached += tl.sum(masses, 1)
             else:
-                reached += tl.sum(numbers, 0).to(tl.float32)
+                reached += tl.sum(numbers, 1).to(tl.float32)
         enough = base + reached.to(tl.float64) >= target
         below = tl.maximum(below, tl.max(tl.where(enough, below, pivots), 0))
         above = tl.minimum(above, tl.min(tl.where(enough, pivots, above), 0))
@@ -600,18 +638,72 @@ def _search(
 
 
 @jit
-def _mass_within(
-    logits, listed, row, number, vocabulary, best, inverse_temperature, low, high, key,
-    LIST: tl.constexpr, BLOCK: tl.constexpr
-):
-    size = tl.where(number <= LIST, number, vocabulary)
+def _mass_within(asked, size, key, LIST: tl.constexpr, BLOCK: tl.constexpr):
     mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, size, BLOCK):
-        distance, _ = _candidates(
-            logits, listed, row, start, number, vocabulary, best, inverse_temperature, low, high, LIST, BLOCK
-        )
-        mass += tl.where(distance.to(tl.int32, bitcast=True) <= key, tl.exp(-distance), 0.0)
+        distance, _ = _candidates(asked, start, LIST, BLOCK)
+        mass += tl.where(_key(distance) <= key, tl.exp(-distance), 0.0)
     return tl.sum(mass, 0).to(tl.float64)
+
+
+@jit
+def _filtered_token(
+    logits,
+    packed,
+    packed_stride,
+    vocabulary,
+    row_counts,
+    certain,
+    listed,
+    row,
+    best,
+    inverse_temperature,
+    ALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LIST: tl.constexpr,
+    FAST: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_PADDED: tl.constexpr,
+):
+    """The token of a row with filters: from the draws of ``_collect`` and the tokens still in question."""
+    part = tl.arange(0, PARTS_PADDED)
+    at = certain + row * PARTS + part
+    scores = tl.load(at, part < PARTS, other=float("-inf"))
+    tokens = _key(tl.load(at + tl.num_programs(0) * PARTS, part < PARTS, other=0.0))
+    score = tl.max(scores, 0)
+    token = tl.min(tl.where(scores == score, tokens, _NO_KEY), 0)
+
+    top_p, reach, top_k, _ = _filters(packed, row, packed_stride)
+    if (top_k < _TOP_K_OFF) | (top_p <= 1.0):
+        low, high, base_number, base_mass, total, sure, in_question = _bracket(
+            row_counts, row, top_k, top_p, ALL, ALL, PARTS, PARTS_PADDED
+        )
+        number = tl.sum(in_question, 0)
+        size = number
+        if number > LIST:
+            size = vocabulary
+        asked = (logits, listed + row * LIST, number, vocabulary, best, inverse_temperature, low, high)
+        last = high
+        if (top_k < _TOP_K_OFF) & (number > 0):
+            last = _search(
+                asked, size, low, high, base_number.to(tl.float64), top_k.to(tl.float64), False, LIST, BLOCK
+            )
+            total = base_mass + _mass_within(asked, size, last, LIST, BLOCK)
+        if (top_p <= 1.0) & (number > 0):
+            last = _search(asked, size, low, last, base_mass, top_p.to(tl.float64) * total, True, LIST, BLOCK)
+        farthest = tl.minimum(last.to(tl.float32, bitcast=True), reach)
+        for start in range(0, size, BLOCK):
+            distance, ids = _candidates(asked, start, LIST, BLOCK)
+            w0, w1, w2, w3 = _words(packed, row, packed_stride, ids // 4)
+            odd = (ids & 1) == 1
+            word = tl.where((ids & 2) == 2, tl.where(odd, w3, w2), tl.where(odd, w1, w0))
+            drawn = _allowed_score(distance, word, farthest, FAST)
+            best_drawn = tl.max(drawn, 0)
+            id_drawn = tl.min(tl.where(drawn == best_drawn, ids, _NO_KEY), 0)
+            if (best_drawn > score) | ((best_drawn == score) & (id_drawn < token)):
+                score = best_drawn
+                token = id_drawn
+    return token
 
 
 @jit
@@ -650,24 +742,22 @@ def _finish(
     size = tl.num_programs(0) * CHUNKS
     tops = tl.load(at, inside, other=float("-inf"))
     scores = tl.load(at + size, inside, other=float("-inf"))
-    tokens = tl.load(at + 2 * size, inside, other=0.0).to(tl.int32, bitcast=True)
+    tokens = _key(tl.load(at + 2 * size, inside, other=0.0))
     best = tl.max(tops, 0)
     sound = tl.abs(best) < float("inf")
     # The chunks' scores hang from their own best logits, the row's from the row's best.
-    gap = tl.where(tops > float("-inf"), (tops - best) * inverse_temperature, 0.0)
+    gap = tl.where(tops > float("-inf"), tops - best, 0.0) * inverse_temperature
     scores = tl.where(inverse_temperature > 0, scores + gap, scores)
     token = tl.min(tl.where(scores == tl.max(scores, 0), tokens, _NO_KEY), 0)
-
     if FILTERS:
-        top_p, reach, top_k, filtered = _filters(packed, row, packed_stride)
+        _, _, _, filtered = _filters(packed, row, packed_stride)
         if sound & filtered & (inverse_temperature > 0):
             token = _filtered_token(
                 logits + row.to(tl.int64) * logits_stride,
                 packed,
                 packed_stride,
                 vocabulary,
-                keys,
-                counted,
+                (keys, counted),
                 certain,
                 listed,
                 row,
@@ -682,69 +772,3 @@ def _finish(
             )
     tl.store(token_ids + row, tl.where(sound, token, 0).to(tl.int64))
     tl.store(finite + row, sound)
-
-
-@jit
-def _filtered_token(
-    logits,
-    packed,
-    packed_stride,
-    vocabulary,
-    keys,
-    counted,
-    certain,
-    listed,
-    row,
-    best,
-    inverse_temperature,
-    ALL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LIST: tl.constexpr,
-    FAST: tl.constexpr,
-    PARTS: tl.constexpr,
-    PARTS_PADDED: tl.constexpr,
-):
-    """The token of a row with filters: from the draws of ``_collect`` and the tokens still in question."""
-    part = tl.arange(0, PARTS_PADDED)
-    at = certain + row * PARTS + part
-    scores = tl.load(at, part < PARTS, other=float("-inf"))
-    tokens = tl.load(at + tl.num_programs(0) * PARTS, part < PARTS, other=0.0).to(tl.int32, bitcast=True)
-    score = tl.max(scores, 0)
-    token = tl.min(tl.where(scores == score, tokens, _NO_KEY), 0)
-
-    top_p, reach, top_k, _ = _filters(packed, row, packed_stride)
-    if (top_k < _TOP_K_OFF) | (top_p <= 1.0):
-        low, high, base_number, base_mass, total, key, numbers = _row_bracket(
-            keys, counted, row, top_k, top_p, ALL, ALL, PARTS, PARTS_PADDED
-        )
-        number = tl.max(tl.where(key <= high, tl.sum(numbers, 1), 0), 0) - base_number
-        last = high
-        if (top_k < _TOP_K_OFF) & (number > 0):
-            last = _search(
-                logits, listed, row, number, vocabulary, best, inverse_temperature, low, high, high,
-                base_number.to(tl.float64), top_k.to(tl.float64), False, LIST, BLOCK,
-            )
-            total = base_mass + _mass_within(
-                logits, listed, row, number, vocabulary, best, inverse_temperature, low, high, last, LIST, BLOCK
-            )
-        if (top_p <= 1.0) & (number > 0):
-            last = _search(
-                logits, listed, row, number, vocabulary, best, inverse_temperature, low, high, last,
-                base_mass, top_p.to(tl.float64) * total, True, LIST, BLOCK,
-            )
-        farthest = tl.minimum(tl.maximum(last, 0).to(tl.float32, bitcast=True), reach)
-        size = tl.where(number <= LIST, number, vocabulary)
-        for start in range(0, size, BLOCK):
-            distance, ids = _candidates(
-                logits, listed, row, start, number, vocabulary, best, inverse_temperature, low, high, LIST, BLOCK
-            )
-            w0, w1, w2, w3 = _words(packed, row, packed_stride, ids // 4)
-            odd = (ids & 1) == 1
-            word = tl.where((ids & 2) == 2, tl.where(odd, w3, w2), tl.where(odd, w1, w0))
-            drawn = _allowed_score(distance, word, farthest, FAST)
-            best_drawn = tl.max(drawn, 0)
-            id_drawn = tl.min(tl.where(drawn == best_drawn, ids, _NO_KEY), 0)
-            if (best_drawn > score) | ((best_drawn == score) & (id_drawn < token)):
-                score = best_drawn
-                token = id_drawn
-    return token

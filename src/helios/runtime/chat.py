@@ -49,6 +49,16 @@ _RESERVED_VARIABLES = frozenset(
         "eos_token",
     }
 )
+# What a template can raise when the messages are not of the form that it expects.
+_TEMPLATE_FAILURES = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 Thinking = Literal["switchable", "always", "never"]
 
 
@@ -192,7 +202,7 @@ class ChatTemplate:
             )
         except SecurityError:
             raise InvalidRequestError("The chat template did something unsafe.", param="messages") from None
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except _TEMPLATE_FAILURES as error:
             reason = str(error)[:200] or type(error).__name__
             raise InvalidRequestError(
                 f"The chat template refuses these messages: {reason}", param="messages"

@@ -27,6 +27,7 @@ HARMLESS = frozenset(
         "service_tier",
         "safety_identifier",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
     }
 )
@@ -46,6 +47,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
+    "speed": ("standard",),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "top_a": (0,),
@@ -264,9 +266,8 @@ class StructuredFields(RequestModel):
 
         self._add_response_format(add)
         nested = self.structured_outputs
-        if nested is not None:
-            if nested.json_object:
-                add("structured_outputs.json_object", "json_object", "{}")
+        if nested is not None and nested.json_object:
+            add("structured_outputs.json_object", "json_object", "{}")
         for param, kind, value in (
             ("regex", "regex", self.regex),
             ("guided_regex", "regex", self.guided_regex),

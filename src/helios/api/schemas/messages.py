@@ -62,7 +62,7 @@ class AnthropicToolChoice(RequestModel):
 class Thinking(RequestModel):
     """Whether the model thinks first."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=1)
     display: str | None = None
 
@@ -90,7 +90,10 @@ class CountTokensRequest(RequestModel):
             "service_tier",
             "context_management",
             "container",
+            "diagnostics",
             "inference_geo",
+            "user_profile_id",
+            "workspace_id",
             "betas",
             "cache_control",
         }
@@ -117,10 +120,10 @@ class CountTokensRequest(RequestModel):
                 fields["parallel_tool_calls"] = False
         if self.thinking is not None:
             wanted = self.thinking.type != "disabled"
-            # "adaptive" leaves the decision to the model, which here cannot decide for it.
-            if self.thinking.type != "adaptive" or can_think:
+            # "adaptive" and "between_tools" allow thinking and do not ask for it.
+            if self.thinking.type in ("enabled", "disabled") or can_think:
                 fields["enable_thinking"] = wanted
-            if wanted and self.thinking.budget_tokens is not None:
+            if fields.get("enable_thinking") and self.thinking.budget_tokens is not None:
                 fields["thinking_budget"] = self.thinking.budget_tokens
         if self.output_config is not None and self.output_config.format is not None:
             schema = self.output_config.format.schema_

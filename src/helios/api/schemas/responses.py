@@ -112,9 +112,10 @@ class ResponsesRequest(SamplingFields):
             fields["tool_choice"] = choice
         form = self.text.format if self.text is not None else None
         if form is not None:
-            fields["response_format"] = {"type": form.type}
+            response_format: dict[str, Any] = {"type": form.type}
             if form.type == "json_schema":
-                fields["response_format"]["json_schema"] = {"name": form.name, "schema": form.schema_}
+                response_format["json_schema"] = {"name": form.name, "schema": form.schema_}
+            fields["response_format"] = response_format
         return fields
 
     def _chat_messages(self) -> list[dict[str, Any]]:
