@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from helios.runtime.detokenizer import Vocabulary
+
+# Before anything imports Triton: without a GPU its kernels are tested in its interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 STRUCTURAL = ["<tool_call>", "</tool_call>", "<think>", "</think>"]

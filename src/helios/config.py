@@ -32,7 +32,12 @@ class Settings(BaseSettings):
     """All settings. Field ``x_y`` is environment variable ``HELIOS_X_Y`` and flag ``--x-y``."""
 
     model_config = SettingsConfigDict(
-        env_prefix="HELIOS_", env_file=".env", extra="ignore", frozen=True, populate_by_name=True
+        env_prefix="HELIOS_",
+        env_file=".env",
+        env_ignore_empty=True,  # HELIOS_MODEL_ID= in a .env file means the default
+        extra="ignore",
+        frozen=True,
+        populate_by_name=True,
     )
 
     # What to serve
@@ -113,6 +118,14 @@ class Settings(BaseSettings):
         True, "With torch_compile: log graph breaks and recompilations (an explicit TORCH_LOGS wins)."
     )
 
+    # Speed on a GPU; each can be switched off, and the plain path stays
+    cuda_graphs: bool = _flag(True, "Replay captured CUDA graphs of fused kernels instead of running operators.")
+    lookahead: bool = _flag(True, "Launch a tick before the last one's tokens are read back. Needs cuda_graphs.")
+    dependent_launch: bool = _flag(
+        True, "Let a kernel's start overlap the end of the one before (SM90 and newer)."
+    )
+    tune_seconds: float = _flag(3.0, "Most seconds spent at start on choosing kernels by measurement.", ge=0)
+
     # Sampling defaults
     generation_config: Literal["helios", "model"] = _flag(
         "helios",
@@ -164,13 +177,13 @@ class Settings(BaseSettings):
     )
     @classmethod
     def _empty_is_unset(cls, value: Any) -> Any:
-        """``HELIOS_MODEL_ID=`` in a .env file means the default, not an empty name."""
+        """``--model ""`` means the default, not an empty name."""
         return None if value == "" else value
 
     @model_validator(mode="after")
     def _needs_compile(self) -> Settings:
         if self.compile_fullgraph and not self.torch_compile:
-            raise ValueError("compile_fullgraph needs torch_compile=1")
+            raise ValueError("HELIOS_COMPILE_FULLGRAPH=1 needs HELIOS_TORCH_COMPILE=1")
         return self
 
 
@@ -248,10 +261,13 @@ def load(flags: dict[str, str | None] | None = None, **overrides: Any) -> Settin
     except ValidationError as error:
         lines: list[str] = []
         for problem in error.errors(include_url=False):
-            location = str(problem["loc"][0]) if problem["loc"] else ""
+            message = problem["msg"].removeprefix("Value error, ")
+            if not problem["loc"]:  # about several settings, which the message names
+                lines.append(message)
+                continue
+            location = str(problem["loc"][0])
             field = "hf_token" if location in ("HF_TOKEN", "HF_API_KEY") else location
             name = environment_name(field) if field in Settings.model_fields else field
-            message = problem["msg"].removeprefix("Value error, ")
-            value = "" if field in ("hf_token", "api_keys", "") else f"={problem['input']!r}"
-            lines.append(f"{name or 'settings'}{value}: {message[0].lower()}{message[1:]}")
+            value = "" if field in ("hf_token", "api_keys") else f"={problem['input']!r}"
+            lines.append(f"{name}{value}: {message[0].lower()}{message[1:]}")
         raise StartupError("; ".join(lines)) from None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from helios.errors import InternalError
-from tests.api.conftest import Server
+from tests.api.conftest import CONTEXT, Server
 
 PATH = "/v1/messages"
 USER = {"role": "user", "content": "Hello"}
@@ -59,6 +59,14 @@ def test_stop_reasons(server: Server) -> None:
     assert called["stop_reason"] == "tool_use"
     assert called["content"][0]["input"] == {"city": "Oslo"}
     assert called["content"][0]["id"].startswith("toolu_")
+
+
+def test_answer_longer_than_the_context_is_shortened(server: Server) -> None:
+    """The field is compulsory here, and agents send what their largest model can."""
+    server.say("x")
+    assert ask(server, max_tokens=32_000).status_code == 200
+    job = server.scheduler.jobs[-1]
+    assert job.max_tokens == CONTEXT - job.num_prompt_tokens
 
 
 def test_stream_of_thinking_text_and_tool(server: Server) -> None:

@@ -202,7 +202,7 @@ def test_sampling_fields_reach_the_job(server: Server) -> None:
         "stop_token_ids": [3], "ignore_eos": True, "min_tokens": 1, "max_completion_tokens": 5,
         "presence_penalty": 1, "frequency_penalty": -1, "repetition_penalty": 1.1,
         "logit_bias": {"5": -100}, "include_stop_str_in_output": True, "skip_special_tokens": False,
-        "cache_salt": "s", "priority": 3, "timeout_seconds": 60,
+        "cache_salt": "s", "timeout_seconds": 60,
     }  # fmt: skip
     server.scheduler.script = lambda job, choice: server.ids("abcdefghij" * 3)
     assert asyncio.run(server.chat(**fields)).status_code == 200
@@ -215,7 +215,7 @@ def test_sampling_fields_reach_the_job(server: Server) -> None:
     assert params.logit_bias == ((5, -100.0),)
     assert params.include_stop_str_in_output
     assert not params.skip_special_tokens
-    assert (job.cache_salt, job.priority) == ("s", 3)
+    assert job.cache_salt == "s"
     assert job.deadline == pytest.approx(job.timings.received + 60)
 
 

@@ -313,3 +313,22 @@ def test_constraints_reach_the_engine(server: Server, fields: dict[str, Any], ki
     grammar = server.scheduler.jobs[-1].params.grammar
     assert grammar is not None
     assert grammar.starts_after == server.tokenizer.token_to_id("</think>")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{}] * 2000},
+        {"messages": [{"role": "user", "content": "x"}] * 2049},
+        {"messages": [{"role": "user", "content": [5] * 200_000}]},
+        {"logit_bias": dict.fromkeys(map(str, range(200_000)), "x")},
+        {"stop": [5] * 200_000},
+        {"tools": [{}] * 200_000},
+    ],
+)
+def test_a_million_problems_are_one(server: Server, fields: dict[str, Any]) -> None:
+    """Building an error object for every entry of a large body would stop the event loop for seconds."""
+    response = asyncio.run(server.chat(**fields))
+    assert response.status_code == 400
+    assert len(response.json()["error"]["message"]) < 300
+    assert response.json()["error"]["param"].split("[")[0] == next(iter(fields))

@@ -53,7 +53,7 @@ def test_generated_requests_never_break_the_server(app: Any) -> None:
 def _fuzz(operation: Any) -> None:
     declared = {int(status) for status in operation.definition.raw["responses"]}
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(case=operation.as_strategy())
     def check(case: Any) -> None:
         response = case.call()

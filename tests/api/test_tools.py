@@ -214,3 +214,19 @@ def test_grammar_allows_calls_and_nothing_else(
     assert not taken(gap + CALL_NOW.replace("now", "later"))[0]
     assert not taken(gap + CALL_NOW.replace("{}", '{"a": 1}'))[0]
     assert not taken(gap + point.replace("3", '"3"'))[0]
+
+
+def test_tools_beside_a_schema_allow_both(server: Server, demo_tokenizer: Tokenizer) -> None:
+    """Agents with a typed result call tools first and answer in JSON last."""
+    server.say(CALL)
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    response = asyncio.run(server.chat(tools=[WEATHER], response_format=form))
+    assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
+    grammar = server.scheduler.jobs[-1].params.grammar
+    assert grammar is not None
+    library = LLTokenizer(demo_tokenizer.to_str(), eos_token=demo_tokenizer.token_to_id("<|im_end|>"))
+    assert LLMatcher.validate_grammar(grammar.text, library) == ""
+    for text, allowed in ((CALL, True), ('{"city": "Oslo"}', True), ("Oslo", False), ('{"town": 1}', False)):
+        ids = demo_tokenizer.encode(text, add_special_tokens=False).ids
+        assert (LLMatcher(library, grammar.text).validate_tokens(ids) == len(ids)) == allowed

@@ -37,7 +37,12 @@ def make_pages(
 
 
 def reference(
-    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, table: torch.Tensor, lengths: list[int], counts: list[int]
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    table: torch.Tensor,
+    lengths: list[int],
+    counts: list[int],
 ) -> torch.Tensor:
     """Causal attention of each row's last ``count`` positions, in float32."""
     out, at = [], 0
@@ -72,7 +77,12 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     ],
 )
 def test_mixed_rows_equal_the_reference(
-    gpu: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, decode: list[int], prefill: list[tuple[int, int]]
+    gpu: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    decode: list[int],
+    prefill: list[tuple[int, int]],
 ) -> None:
     """Would catch every wrong form of the varlen call, a read outside a sequence's keys, or rows mixed up."""
     generator = torch.Generator().manual_seed(heads)
@@ -83,8 +93,12 @@ def test_mixed_rows_equal_the_reference(
     q = torch.randn(sum(counts), heads, D, generator=generator).to(gpu, dtype)
     offsets = torch.tensor([0, *torch.tensor([c for _, c in prefill]).cumsum(0).tolist()] if prefill else [0])
     plan = AttentionPlan(
-        len(decode), table, torch.tensor(lengths, dtype=torch.int32, device=gpu),
-        offsets.to(gpu, torch.int32), max([c for _, c in prefill], default=0), table.shape[1] * PAGE_SIZE,
+        len(decode),
+        table,
+        torch.tensor(lengths, dtype=torch.int32, device=gpu),
+        offsets.to(gpu, torch.int32),
+        max([c for _, c in prefill], default=0),
+        table.shape[1] * PAGE_SIZE,
     )
     got = attend(q, k, v, plan)
     assert not got.isnan().any()

@@ -20,8 +20,22 @@ from tests.model.shapes import BASE, SHAPES, write_checkpoint
 pytestmark = pytest.mark.gpu
 LENGTHS = (1, 40, 256, 700, 1500)
 GPU_SHAPES = {
-    "gpu-gqa2": ("qwen3", 16, 8, 128, True, {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6}),
-    "gpu-gqa4": ("qwen3", 32, 8, 128, False, {"hidden_size": 640, "intermediate_size": 1536, "num_hidden_layers": 6}),
+    "gpu-gqa2": (
+        "qwen3",
+        16,
+        8,
+        128,
+        True,
+        {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6},
+    ),
+    "gpu-gqa4": (
+        "qwen3",
+        32,
+        8,
+        128,
+        False,
+        {"hidden_size": 640, "intermediate_size": 1536, "num_hidden_layers": 6},
+    ),
     "gpu-gqa1": ("qwen3", 4, 4, 64, True, {"hidden_size": 256, "num_hidden_layers": 4}),
     "gpu-qwen2-gqa7": ("qwen2", 14, 2, 64, False, {"hidden_size": 896, "num_hidden_layers": 4}),
 }
@@ -35,7 +49,9 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
-    return [torch.randint(3, BASE["vocab_size"], (length,), generator=generator).tolist() for length in LENGTHS]
+    return [
+        torch.randint(3, BASE["vocab_size"], (length,), generator=generator).tolist() for length in LENGTHS
+    ]
 
 
 @pytest.mark.parametrize("shape", sorted(GPU_SHAPES))
@@ -62,7 +78,7 @@ def test_bf16_error_is_at_most_that_of_transformers(
     seen: dict[str, torch.Tensor] = {}
     plain = runner._sample
 
-    def spy(logits, sequences, positions):  # noqa: ANN001, ANN202
+    def spy(logits, sequences, positions):
         for row, sequence in enumerate(sequences):
             seen.setdefault(sequence.job.job_id, logits[row].float().cpu())
         return plain(logits, sequences, positions)

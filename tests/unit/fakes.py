@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
 from helios.config import PAGE_SIZE
@@ -22,14 +24,17 @@ def next_token(token_ids: list[int]) -> int:
 class FakeRunner:
     """Implements the engine's ``Runner``. Pages hold token ids; a row must read back exactly its own.
 
-    ``break_next`` makes the next forward raise; ``poison`` names jobs whose logits come out as NaN.
+    ``break_next`` makes the next forward raise; ``poison`` names jobs whose logits come out as NaN;
+    ``scripts`` holds the output of jobs that must not follow :func:`next_token`.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.memory = np.full((num_pages + 1) * PAGE_SIZE, -1, dtype=np.int64)
         self.rows_in_use: set[int] = set()
+        self.last_tokens: dict[int, int] = {}
         self.break_next = False
         self.poison: set[str] = set()
+        self.scripts: dict[str, list[int]] = {}
         self.plans: list[list[tuple[str, int, int]]] = []
 
     def admit(self, sequence: Sequence) -> None:
@@ -39,11 +44,14 @@ class FakeRunner:
     def release(self, sequence: Sequence) -> None:
         self.rows_in_use.remove(sequence.row)
 
+    def set_pages(self, sequence: Sequence) -> None:
+        assert sequence.row in self.rows_in_use
+
     def copy_page(self, source: int, target: int) -> None:
         a, b = source * PAGE_SIZE, target * PAGE_SIZE
         self.memory[b : b + PAGE_SIZE] = self.memory[a : a + PAGE_SIZE]
 
-    def run(self, rows: list[RowPlan], samplers: list[int]) -> StepResult:
+    def forward(self, rows: list[RowPlan], samplers: list[int]) -> FakePending:
         if self.break_next:
             self.break_next = False
             raise RuntimeError("a broken tick")
@@ -59,17 +67,47 @@ class FakeRunner:
                 if page != DUMMY_PAGE:
                     assert slot not in written, "two rows write one slot"
                     written.add(slot)
-                self.memory[slot] = sequence.token_ids[position]
+                known = position < len(sequence.token_ids)
+                self.memory[slot] = sequence.token_ids[position] if known else self.last_tokens[sequence.row]
+        outputs: list[list[int]] = []
         for row in rows:
             sequence = row.sequence
             table = np.array(sequence.page_table[: (row.end + PAGE_SIZE - 1) // PAGE_SIZE])
             read = self.memory.reshape(-1, PAGE_SIZE)[table].ravel()[: row.end]
-            assert (read == sequence.token_ids[: row.end]).all(), (
-                "a page does not hold this sequence's tokens"
-            )
-        tokens = [next_token(rows[index].sequence.token_ids) for index in samplers]
-        finite = [rows[index].sequence.job.job_id not in self.poison for index in samplers]
-        return StepResult(tokens, finite, [None] * len(samplers), 0.001)
+            known = sequence.token_ids[: row.end]
+            assert (read[: len(known)] == known).all(), "a page does not hold this sequence's tokens"
+            outputs.append(read.tolist())
+        sequences = [rows[index].sequence for index in samplers]
+        return FakePending(sequences, [outputs[index] for index in samplers])
+
+    def sample(self, pending: object) -> None:
+        assert isinstance(pending, FakePending)
+        pending.tokens = [
+            self._choose(sequence, read) for sequence, read in zip(pending.sequences, pending.read, strict=True)
+        ]
+        for sequence, token in zip(pending.sequences, pending.tokens, strict=True):
+            if sequence.row >= 0:
+                self.last_tokens[sequence.row] = token
+
+    def _choose(self, sequence: Sequence, read: list[int]) -> int:
+        if sequence.forced:
+            return sequence.forced[-1]
+        script = self.scripts.get(sequence.job.job_id)
+        return next_token(read) if script is None else script[len(read) - sequence.num_prompt_tokens]
+
+    def collect(self, pending: object) -> StepResult:
+        assert isinstance(pending, FakePending)
+        finite = [sequence.job.job_id not in self.poison for sequence in pending.sequences]
+        return StepResult(pending.tokens, finite, [None] * len(finite), 0.001)
+
+
+@dataclass
+class FakePending:
+    """A forward between its launch and its tokens."""
+
+    sequences: list[Sequence]
+    read: list[list[int]]  # what each sampled row's pages hold
+    tokens: list[int] = field(default_factory=list)
 
 
 def expected_output(prompt: list[int], max_tokens: int) -> list[int]:

@@ -23,14 +23,17 @@ class EngineMachine(RuleBasedStateMachine):
     two ends of one sequence, an answer that depends on neighbours or on the cache."""
 
     @initialize(
-        pages=st.integers(4, 24), batch=st.integers(1, 6), chunk=st.sampled_from([1, 7, 64, 300, 2000])
+        pages=st.integers(4, 24),
+        batch=st.integers(1, 6),
+        chunk=st.sampled_from([1, 7, 64, 300, 2000]),
+        lookahead=st.booleans(),
     )
-    def start(self, pages: int, batch: int, chunk: int) -> None:
+    def start(self, pages: int, batch: int, chunk: int, lookahead: bool) -> None:
         self.now = 100.0
         self.runner = FakeRunner(pages)
         config = EngineConfig(
             max_batch_size=batch, prefill_chunk_size=chunk, num_pages=pages, max_model_len=6 * PAGE_SIZE,
-            eos_token_ids=frozenset({END}), prefix_cache_ttl=50.0,
+            eos_token_ids=frozenset({END}), prefix_cache_ttl=50.0, lookahead=lookahead,
         )  # fmt: skip
         self.engine = Engine(config, self.runner, VOCABULARY, clock=lambda: self.now)
         self.live: dict[str, Job] = {}

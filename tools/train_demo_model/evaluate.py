@@ -185,9 +185,7 @@ def main() -> None:
         scores = evaluate_server(args.base_url.rstrip("/"), sets, args.model_name, args.concurrency)
     else:
         device = torch.device(args.device)
-        scores = evaluate_model(
-            load_model(args.model, device), sets, device, flash=False, dtype=torch.float32
-        )
+        scores = evaluate_model(load_model(args.model, device), sets, Compute(device))
     print(table(scores))
     if args.json:
         args.json.write_text(json.dumps(scores, indent=1) + "\n")

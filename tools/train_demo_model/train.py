@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from data import TRAINED, Batch, BatchStream
-from evaluate import evaluate_model, held_out_set, table
+from evaluate import evaluate_model, held_out_set, load_model, table
 from modeling import Compute, ModelConfig, Packing, Qwen3, attend
 from torch import Tensor
 
@@ -187,6 +187,8 @@ def train(args: argparse.Namespace) -> Trainer:
     trainer = Trainer(SMOKE_MODEL if args.smoke else ModelConfig(), device, args.muon_lr, args.adam_lr)
     if args.resume and (args.out / "checkpoint.pt").exists():
         trainer.load(args.out)
+    elif args.init_from is not None:
+        trainer.model.load_state_dict(load_model(args.init_from, device).state_dict())
     stream = BatchStream(args.seed, trainer.batch_index, args.tokens, args.workers)
     try:
         if compute.flash:
@@ -256,6 +258,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--total-minutes", type=float, default=12.0, help="training time over all legs")
     parser.add_argument(
         "--resume", action="store_true", help="go on from the checkpoint in --out, if there is one"
+    )
+    parser.add_argument(
+        "--init-from", type=Path, help="start from the weights of an exported model folder, not from random ones"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, default=131_072, help="tokens of one batch and optimizer step")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 from starlette.responses import Response
@@ -45,8 +45,13 @@ class StreamEncoder(Protocol):
 
 
 @contextlib.asynccontextmanager
-async def cancel_on_disconnect(receive: Receive, generation: Generation) -> AsyncGenerator[None, None]:
-    """Stop the generation within a tick of the client's going, and in any case when the block is left."""
+async def cancel_on_disconnect(
+    receive: Receive, generation: Generation, on_end: Callable[[], None]
+) -> AsyncGenerator[None, None]:
+    """Stop the generation within a tick of the client's going, and in any case when the block is left.
+
+    ``on_end`` is called last.
+    """
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -61,13 +66,21 @@ async def cancel_on_disconnect(receive: Receive, generation: Generation) -> Asyn
         with contextlib.suppress(asyncio.CancelledError):
             await watcher
         generation.cancel()
+        on_end()
 
 
 class EventStream(Response):
-    """Streams a generation through an encoder."""
+    """Streams a generation through an encoder; ``on_end`` is called when nothing more will be sent."""
 
-    def __init__(self, generation: Generation, encoder: StreamEncoder, keepalive_seconds: float) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        encoder: StreamEncoder,
+        keepalive_seconds: float,
+        on_end: Callable[[], None],
+    ) -> None:
         super().__init__()
+        self._on_end = on_end
         self._generation = generation
         self._encoder = encoder
         self._keepalive = keepalive_seconds
@@ -75,10 +88,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the stream."""
-        timer = asyncio.get_running_loop().call_later(self._keepalive, self._on_timer)
-        self._timer = timer
+        self._timer = asyncio.get_running_loop().call_later(self._keepalive, self._on_timer)
         try:
-            async with cancel_on_disconnect(receive, self._generation):
+            async with cancel_on_disconnect(receive, self._generation, self._on_end):
                 await self._stream(send)
         except RequestCancelledError:
             return

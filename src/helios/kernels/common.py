@@ -1,10 +1,11 @@
 """What the kernels share: an import of Triton that may fail, and the launch options.
 
 Launch cost. Triton's launcher takes some 10 µs of Python for a call and compiles again whenever an integer
-argument changes its kind (1, a multiple of 16, anything else) or a ``constexpr`` its value. So the kernels
-take row and token counts from the grid, sizes of the model as ``constexpr``, and nothing else that changes
-between steps; a model needs one or two compiled forms of each kernel, and a warm-up at one token and at
-many makes all of them. Inside a CUDA graph the launcher is not involved.
+argument changes its kind (1, a multiple of 16, anything else), a pointer its alignment or a ``constexpr`` its
+value. So the kernels take row and token counts from the grid and sizes of the model as ``constexpr``, and
+what else may change between steps (strides that are row counts, pointers into packed buffers) is named in
+``do_not_specialize`` and ``do_not_specialize_on_alignment``. A model needs one or two compiled forms of each
+kernel, and a warm-up at one token and at many makes all of them. In a CUDA graph the launcher has no part.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def _load() -> tuple[Any, Any, Any]:
 
 
 triton, tl, cuda = _load()
+# Fixed here, when the kernels are defined: Triton looks at TRITON_INTERPRET once for each of them.
+_INTERPRETED = triton is not None and bool(triton.knobs.runtime.interpret)
 
 
 def available(device: torch.device) -> bool:
@@ -40,12 +43,18 @@ def available(device: torch.device) -> bool:
 
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, as they do in the tests on a CPU."""
-    return triton is not None and bool(triton.knobs.runtime.interpret)
+    return _INTERPRETED
 
 
-def jit(function: Callable[..., Any]) -> Any:
-    """``triton.jit``, or nothing where Triton is missing: the module then still imports."""
-    return function if triton is None else triton.jit(function)
+def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """``triton.jit``, with its options, or nothing where Triton is missing: the module then still imports."""
+    if triton is None:
+        return function or _unchanged
+    return triton.jit(function, **options)
+
+
+def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 def constant(value: float) -> Any:

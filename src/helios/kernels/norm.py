@@ -28,7 +28,8 @@ def add_rms_norm(
     The sum is rounded to the model's dtype before it is normed (in float32), as separate operations would
     do. Without a ``residual``, before the first layer, ``x`` itself becomes the stream, uncopied.
     """
-    assert x.is_contiguous() and (residual is None or residual.is_contiguous())
+    assert x.is_contiguous()
+    assert residual is None or residual.is_contiguous()
     tokens, hidden = x.shape
     normed = torch.empty_like(x)
     if tokens:

@@ -2,6 +2,7 @@
 
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportInvalidTypeForm=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -61,11 +62,12 @@ def qk_norm_rope_write(
     With programmatic dependent launch, positions and slots must not come from the kernel directly before
     this one, which is the projection in every model: they are read while it may still run.
     """
-    assert qkv.is_contiguous() and rope.is_contiguous() and k_pages.is_contiguous() and v_pages.is_contiguous()
+    assert all(tensor.is_contiguous() for tensor in (qkv, rope, k_pages, v_pages))
     tokens = qkv.shape[0]
     kv_heads, head_dim = k_pages.shape[2], k_pages.shape[3]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    assert head_dim >= 16 and head_dim & (head_dim - 1) == 0, "head_dim must be a power of two"
+    assert head_dim >= 16, "head_dim must be a power of two from 16 on"
+    assert head_dim & (head_dim - 1) == 0, "head_dim must be a power of two from 16 on"
     q = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if tokens:
         # Per program 4 heads in one warp or 16 in four: with 128 dimensions each thread then has 8 values of
@@ -91,7 +93,7 @@ def qk_norm_rope_write(
     return q
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _qkv_kernel(
     qkv,
     qk_norm,

@@ -52,7 +52,9 @@ from helios.runtime import sampler
 from helios.runtime.sampler import NOISE_RANGE, SamplingTensors
 
 _CHUNK = 2048  # tokens per program of the first pass: some 75 programs for one row
-_FILTER_CHUNK = 4096  # of the passes for filters; fewer, as each reads what all chunks of its row counted
+_FILTER_CHUNK = (
+    2 * _CHUNK
+)  # of the passes for filters; fewer, as each reads what all chunks of its row counted
 _COUNT_PIVOTS = 8  # per counting pass
 _PIVOTS = constant(_COUNT_PIVOTS)
 _SEARCH_PIVOTS = constant(16)  # per step of the search in the list
@@ -120,7 +122,15 @@ def sample(
     fast = not interpreted()
     # Rows first: the second dimension of a grid ends at 65,535, and chunks are few.
     _chunk[(rows, chunks)](
-        logits, packed, *scalars, drawn, CHUNKS=chunks, BLOCK=_CHUNK, FILTERS=filters, FAST=fast, **launch_options(4)
+        logits,
+        packed,
+        *scalars,
+        drawn,
+        CHUNKS=chunks,
+        BLOCK=_CHUNK,
+        FILTERS=filters,
+        FAST=fast,
+        **launch_options(4),
     )
     if filters:
         for done in range(0, pivots, _COUNT_PIVOTS):
@@ -134,6 +144,7 @@ def sample(
                 DONE=done,
                 ENOUGH=_LIST_BLOCK,
                 ALL=pivots,
+                CHUNK=_CHUNK,
                 BLOCK=_FILTER_CHUNK,
                 **filter_sizes,
                 **launch_options(8),
@@ -207,9 +218,12 @@ def _words(packed, row, stride, block):
 @jit
 def _log(x, FAST: tl.constexpr):
     if FAST:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        ) * 0.6931471805599453
+        return (
+            tl.inline_asm_elementwise(
+                "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+            )
+            * 0.6931471805599453
+        )
     else:
         return tl.log(x)
 
@@ -277,7 +291,7 @@ def _distance(logit, best, inverse_temperature):
 # --- the first pass
 
 
-@jit
+@jit(do_not_specialize=["packed_stride"], do_not_specialize_on_alignment=["packed"])
 def _chunk(
     logits,
     packed,
@@ -360,7 +374,16 @@ def _limit(tops, best, inverse_temperature, top_k):
 
 
 @jit
-def _bracket(row_counts, row, top_k, top_p, KNOWN: tl.constexpr, ALL: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr):
+def _bracket(
+    row_counts,
+    row,
+    top_k,
+    top_p,
+    KNOWN: tl.constexpr,
+    ALL: tl.constexpr,
+    PARTS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
     """What the counts at a row's first ``KNOWN`` pivots tell of the greatest distance top_k and top_p allow.
 
     As a key it lies in ``(low, high]``, or both are the last pivot. Returned are low and high, the number
@@ -402,7 +425,15 @@ def _bracket(row_counts, row, top_k, top_p, KNOWN: tl.constexpr, ALL: tl.constex
     within = key <= low
     sure = tl.max(tl.where(within[:, None], numbers, 0), 0)
     asked = tl.max(tl.where((key <= high)[:, None], numbers, 0), 0) - sure
-    return low, high, tl.max(tl.where(within, number, 0), 0), tl.max(tl.where(within, mass, 0.0), 0), total, sure, asked
+    return (
+        low,
+        high,
+        tl.max(tl.where(within, number, 0), 0),
+        tl.max(tl.where(within, mass, 0.0), 0),
+        total,
+        sure,
+        asked,
+    )
 
 
 @jit
@@ -413,7 +444,7 @@ def _within(distance, pivots):
     return within.to(tl.int32), tl.where(within, tl.exp(-distance)[None, :], 0.0)
 
 
-@jit
+@jit(do_not_specialize=["packed_stride"], do_not_specialize_on_alignment=["packed"])
 def _count(
     logits,
     packed,
@@ -426,6 +457,7 @@ def _count(
     DONE: tl.constexpr,
     ENOUGH: tl.constexpr,
     ALL: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr,
@@ -453,7 +485,9 @@ def _count(
             last = _limit(tops, best, inverse_temperature, top_k)
         pivots = tl.maximum(last - (_PIVOTS - 1 - index) * _FIRST_STEP, 0)
     else:
-        low, last, _, _, _, _, asked = _bracket((keys, counted), row, top_k, top_p, DONE, ALL, PARTS, PARTS_PADDED)
+        low, last, _, _, _, _, asked = _bracket(
+            (keys, counted), row, top_k, top_p, DONE, ALL, PARTS, PARTS_PADDED
+        )
         if tl.sum(asked, 0) <= ENOUGH:
             # Few enough are in question for one block of _finish.
             if part == 0:
@@ -468,7 +502,7 @@ def _count(
     mass_at = at + tl.num_programs(0).to(tl.int64) * ALL * PARTS
     # The part's own best is that of its chunks.
     chunk = tl.arange(0, CHUNKS_PADDED)
-    mine = chunk // (CHUNKS_PADDED // PARTS_PADDED) == part
+    mine = chunk // (BLOCK // CHUNK) == part
     top = tl.max(tl.where(mine, tops, float("-inf")), 0)
     if _key(_distance(top, best, inverse_temperature)) > last:
         tl.store(at, index * 0.0)
@@ -500,7 +534,7 @@ def _put(listed, size, distance, token, wanted, place, LIST: tl.constexpr):
     return place + wanted.to(tl.int32)
 
 
-@jit
+@jit(do_not_specialize=["packed_stride"], do_not_specialize_on_alignment=["packed"])
 def _collect(
     logits,
     packed,
@@ -543,7 +577,9 @@ def _collect(
     start = 0  # of this part in the list
     in_question = 0  # tokens of this part
     if (top_k < _TOP_K_OFF) | (top_p <= 1.0):
-        low, high, _, _, _, sure, asked = _bracket((keys, counted), row, top_k, top_p, ALL, ALL, PARTS, PARTS_PADDED)
+        low, high, _, _, _, sure, asked = _bracket(
+            (keys, counted), row, top_k, top_p, ALL, ALL, PARTS, PARTS_PADDED
+        )
         # low as a distance; -1, where not even the best is certain, would be the bits of a NaN.
         farthest = tl.minimum(tl.where(low < 0, -1.0, low.to(tl.float32, bitcast=True)), reach)
         index = tl.arange(0, PARTS_PADDED)
@@ -603,7 +639,9 @@ def _candidates(asked, start, LIST: tl.constexpr, BLOCK: tl.constexpr):
     if number <= LIST:
         there = place < number
         distance = tl.load(listed + place, there, other=float("inf"))
-        token = tl.load(listed + tl.num_programs(0) * LIST + place, there, other=0.0).to(tl.int32, bitcast=True)
+        token = tl.load(listed + tl.num_programs(0) * LIST + place, there, other=0.0).to(
+            tl.int32, bitcast=True
+        )
     else:
         token = place
         distance = _distance(_load(logits, token, vocabulary), best, inverse_temperature)
@@ -612,7 +650,9 @@ def _candidates(asked, start, LIST: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @jit
-def _search(asked, size, low, high, base, target, MASS: tl.constexpr, LIST: tl.constexpr, BLOCK: tl.constexpr):
+def _search(
+    asked, size, low, high, base, target, MASS: tl.constexpr, LIST: tl.constexpr, BLOCK: tl.constexpr
+):
     """The least key in ``(low, high]`` within which the number (or mass) of tokens reaches ``target``.
 
     ``base`` is what lies within ``low``. If rounding keeps the sum from reaching it, the answer is ``high``.
@@ -675,7 +715,7 @@ def _filtered_token(
 
     top_p, reach, top_k, _ = _filters(packed, row, packed_stride)
     if (top_k < _TOP_K_OFF) | (top_p <= 1.0):
-        low, high, base_number, base_mass, total, sure, in_question = _bracket(
+        low, high, base_number, base_mass, total, _sure, in_question = _bracket(
             row_counts, row, top_k, top_p, ALL, ALL, PARTS, PARTS_PADDED
         )
         number = tl.sum(in_question, 0)
@@ -706,7 +746,7 @@ def _filtered_token(
     return token
 
 
-@jit
+@jit(do_not_specialize=["packed_stride"], do_not_specialize_on_alignment=["packed"])
 def _finish(
     logits,
     packed,

@@ -65,9 +65,10 @@ class BatchPacker:
         self._host = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
         self._view = self._host.numpy()
 
-    def pack(self, rows: Seq[RowPlan], samplers: Seq[int]) -> ForwardBatch:
+    def pack(self, rows: Seq[RowPlan], samplers: Seq[int], last_tokens: torch.Tensor) -> ForwardBatch:
         """Pack ``rows`` (decode rows first) and ask for the logits of the last token of each row in
-        ``samplers`` (indices into ``rows``). One host-to-device copy."""
+        ``samplers`` (indices into ``rows``). One host-to-device copy. A token that is still on the device
+        is taken from ``last_tokens`` at its sequence's batch row."""
         num_tokens = sum(row.count for row in rows)
         num_rows = len(rows)
         num_decode = 0
@@ -82,6 +83,7 @@ class BatchPacker:
         tables = tables.reshape(num_rows, pages)
         at = prefill = 0
         ends: list[int] = []
+        any_pending = False
         cu_q[0] = 0
         for index, row in enumerate(rows):
             sequence, start, end = row.sequence, row.start, row.end
@@ -92,7 +94,9 @@ class BatchPacker:
             lengths[index] = end
             stop = at + row.count
             if row.count == 1:
-                ids[at] = sequence.token_ids[start]
+                pending = start == len(sequence.token_ids)
+                ids[at] = -1 - sequence.row if pending else sequence.token_ids[start]
+                any_pending |= pending
                 positions[at] = start
                 slots[at] = table[start // PAGE_SIZE] * PAGE_SIZE + start % PAGE_SIZE
             else:
@@ -116,4 +120,7 @@ class BatchPacker:
         plan = AttentionPlan(
             num_decode, parts[6].view(num_rows, pages), parts[4], parts[5], max_q, pages * PAGE_SIZE
         )
-        return ForwardBatch(parts[0].long(), parts[1].long(), parts[2].long(), parts[3].long(), plan)
+        input_ids = parts[0].long()
+        if any_pending:
+            input_ids = torch.where(input_ids < 0, last_tokens[(-1 - input_ids).clamp_(min=0)], input_ids)
+        return ForwardBatch(input_ids, parts[1].long(), parts[2].long(), parts[3].long(), plan)

@@ -12,9 +12,11 @@ from tokenizers import Tokenizer
 
 from helios.config import PAGE_SIZE, DeviceInfo, Limits, Settings, resolve
 from helios.errors import StartupError
+from helios.kernels.common import available as kernels_available
 from helios.runtime.detokenizer import Vocabulary
 from helios.runtime.engine import Engine, EngineConfig
 from helios.runtime.grammar import GrammarCompiler
+from helios.runtime.graph_runner import GraphRunner
 from helios.runtime.progress import StartupProgress
 from helios.runtime.qwen3.config import ModelConfig
 from helios.runtime.qwen3.kv_cache import KVCache
@@ -194,22 +196,51 @@ class _Builder:
             min(plan.num_pages, _provisional_pages(self.limits, self.max_model_len))
         )
         base = reset_peak(self.where)
+        if isinstance(runner, GraphRunner):
+            self.prepare(runner, progress, only_largest=True)
+            buckets = buckets[-1:]
         warmed = warm_up(engine, self.limits, buckets, progress.advance)
         activations = peak_since(self.where, base)
         del engine, runner
         reset_peak(self.where)
         plan = self.plan(activations)
         engine, runner = self.engine_over(plan.num_pages)
-        if self.settings.torch_compile:
-            # The first client must not be the one that meets a path compiled for the final pool.
+        if isinstance(runner, GraphRunner):
+            self.prepare(runner, progress)
+            warmed = runner.captured_batch_sizes
+        if self.uses_graphs or self.settings.torch_compile:
+            # The first client must not be the one that meets a path made for the final pool.
             warm_up(engine, self.limits, [1], progress.advance)
         return engine, runner, plan, warmed
+
+    def prepare(self, runner: GraphRunner, progress: StartupProgress, *, only_largest: bool = False) -> None:
+        runner.prepare(
+            tune_seconds=0.0 if only_largest else self.settings.tune_seconds,
+            max_prefill=self.limits.prefill_chunk_size,
+            pdl=self.settings.dependent_launch,
+            only_largest=only_largest,
+            report=progress.advance,
+        )
+
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether this model on this device can be served through captured graphs of fused kernels."""
+        config = self.snapshot.config
+        return (
+            self.device.kind == "cuda"
+            and self.settings.cuda_graphs
+            and not self.settings.torch_compile
+            and kernels_available(self.where)
+            and config.head_dim in (64, 128)
+            and config.num_heads // config.num_kv_heads <= 16
+        )
 
     def engine_over(self, num_pages: int) -> tuple[Engine, ModelRunner]:
         """An engine over a fresh pool of ``num_pages`` pages."""
         settings, limits, config = self.settings, self.limits, self.snapshot.config
         limit = min(self.max_model_len, num_pages * PAGE_SIZE)
-        runner = ModelRunner(
+        runner_class = GraphRunner if self.uses_graphs else ModelRunner
+        runner = runner_class(
             self.model,
             KVCache(config, num_pages, self.where, self.dtype),
             max_tokens=limits.prefill_chunk_size,
@@ -227,6 +258,7 @@ class _Builder:
             prefill_age=settings.prefill_age_ms / 1e3,
             prefix_cache=settings.prefix_cache,
             prefix_cache_ttl=settings.prefix_cache_ttl_seconds,
+            lookahead=settings.lookahead and self.uses_graphs,
             end_thinking_ids=tuple(self.tokenizer.encode("\n</think>\n\n", add_special_tokens=False).ids),
         )
         return Engine(engine_config, runner, self.vocabulary, self.grammars), runner

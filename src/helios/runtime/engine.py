@@ -1,6 +1,11 @@
 """The engine: one tick at a time, owned by one thread.
 
-    step: drop what was cancelled → admit → policy.plan → runner.run → commit
+    step: drop what was cancelled → admit → policy.plan → launch this tick → commit
+
+With lookahead (on a GPU) a step launches the next tick before it commits the last one, so the device never
+waits for Python: a sequence is planned with its newest token still on the device. Only the end of a
+sequence that a token decides is then seen one tick late; the row it computed in vain is dropped, and
+since all device work is on one stream, its pages may be handed on at once.
 
 The engine knows sequences, pages and token ids; the :class:`Runner` knows tensors. A sequence finishes in
 exactly one place, :meth:`Engine._finish`.
@@ -64,8 +69,20 @@ class Runner(Protocol):
         """``sequence`` leaves its row."""
         ...
 
-    def run(self, rows: list[RowPlan], samplers: list[int]) -> StepResult:
-        """One forward over ``rows``; sample after the last token of each row in ``samplers``."""
+    def set_pages(self, sequence: Sequence) -> None:
+        """The page table of an admitted sequence is new or has changed."""
+        ...
+
+    def forward(self, rows: list[RowPlan], samplers: list[int]) -> object:
+        """Start one forward over ``rows`` whose ``samplers`` (indices into rows) will be sampled."""
+        ...
+
+    def sample(self, pending: object) -> None:
+        """Start choosing a token for each sampler of a forward."""
+        ...
+
+    def collect(self, pending: object) -> StepResult:
+        """Wait for a forward and its tokens."""
         ...
 
     def copy_page(self, source: int, target: int) -> None:
@@ -85,8 +102,20 @@ class EngineConfig:
     prefill_age: float = 0.1
     prefix_cache: bool = True
     prefix_cache_ttl: float = 300.0
+    # Launch a tick before the one before it is committed.
+    lookahead: bool = False
     # Written by the engine when a thinking budget is used up: a newline, </think>, an empty line.
     end_thinking_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Tick:
+    """A tick between its launch and its commit."""
+
+    rows: list[RowPlan]
+    samplers: list[int]
+    pending: object
+    sampled: bool  # False while sampling waits for the last tick's tokens
 
 
 class Grammars(Protocol):
@@ -125,6 +154,7 @@ class Engine:
             vocabulary.marker_ids.get(name, -1): name == "<think>" for name in ("<think>", "</think>")
         }
         self._free_rows = list(range(config.max_batch_size - 1, -1, -1))
+        self._in_flight: _Tick | None = None
         self._jobs: set[Job] = set()  # admitted and not finished
         self._unforked: list[Sequence] = []  # further choices that wait for their prompt to be computed
         self._blocked_job: Job | None = None  # whose wait for memory has been logged
@@ -168,7 +198,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.waiting or self._in_flight)
 
     # -- one tick ---------------------------------------------------------------------------------
 
@@ -180,32 +210,76 @@ class Engine:
         self._admit(now)
         for sequence in self.running:
             self._match_further(sequence, now)
-        rows = policy.plan(self.running, self.config.prefill_chunk_size, now, self.config.prefill_age)
-        if not rows:
-            return events
+        runnable = [sequence for sequence in self.running if sequence.wants_tokens]
+        rows = policy.plan(runnable, self.config.prefill_chunk_size, now, self.config.prefill_age)
+        last, self._in_flight = self._in_flight, None
+        tick = self._launch(rows, events) if rows else None
+        if last is not None:
+            self._commit(last, events)
+        if tick is not None:
+            if not tick.sampled:
+                self._guarded(tick.rows, lambda: self._runner.sample(tick.pending), events)
+            if self.config.lookahead:
+                self._in_flight = tick
+            else:
+                self._commit(tick, events)
+        return events
+
+    def _launch(self, rows: list[RowPlan], events: list[TokenEvent]) -> _Tick | None:
+        """Start a tick on the device. The books move on as if it had succeeded."""
         self.num_ticks += 1
-        samplers = [i for i, row in enumerate(rows) if row.end == row.sequence.num_tokens]
+        samplers = [
+            index for index, row in enumerate(rows) if row.sequence.num_uncomputed_tokens == row.count
+        ]
+        host_first = self._in_flight_tokens(rows) and any(
+            rows[index].sequence.needs_host for index in samplers
+        )
+        started: list[object] = []
+
+        def start() -> None:
+            started.append(self._runner.forward(rows, samplers))
+            if not host_first:
+                self._runner.sample(started[0])
+
+        if not self._guarded(rows, start, events):
+            return None
+        for row in rows:
+            row.sequence.num_computed_tokens = row.end
+        for index in samplers:
+            rows[index].sequence.num_pending_tokens += 1
+        return _Tick(rows, samplers, started[0], sampled=not host_first)
+
+    @staticmethod
+    def _in_flight_tokens(rows: list[RowPlan]) -> bool:
+        return any(row.sequence.num_pending_tokens for row in rows)
+
+    def _guarded(self, rows: list[RowPlan], work: Callable[[], None], events: list[TokenEvent]) -> bool:
+        """Run device work; if it breaks, only the jobs of ``rows`` fail."""
         try:
-            result = self._runner.run(rows, samplers)
+            work()
         except Exception:
-            jobs = {row.sequence.job for row in rows}
+            jobs = {row.sequence.job for row in rows if not row.sequence.is_finished}
             log.exception("tick failed requests=%s", ",".join(sorted(job.job_id for job in jobs)))
             for job in jobs:
                 self._fail(job, InternalError("The engine failed while computing this request."), events)
-            return events
-        self._commit(rows, samplers, result, events)
-        return events
+            return False
+        return True
 
-    def _commit(
-        self, rows: list[RowPlan], samplers: list[int], result: StepResult, events: list[TokenEvent]
-    ) -> None:
+    def _commit(self, tick: _Tick, events: list[TokenEvent]) -> None:
+        """Take in a tick's results: publish full blocks, append tokens, end sequences."""
+        results: list[StepResult] = []
+        if not self._guarded(tick.rows, lambda: results.append(self._runner.collect(tick.pending)), events):
+            return
+        result, rows = results[0], tick.rows
         now = self._clock()
         charged: set[tuple[Job, bool]] = set()
         prompt_tokens = 0
         for row in rows:
             sequence, job = row.sequence, row.sequence.job
-            decoding = sequence.num_output_tokens > 0
+            decoding = row.start >= sequence.num_prompt_tokens
             prompt_tokens += 0 if decoding else row.count
+            if sequence.is_finished:
+                continue
             if (job, decoding) not in charged:  # once per job, however many choices it has
                 charged.add((job, decoding))
                 if decoding:
@@ -215,13 +289,13 @@ class Engine:
             entries = result.prompt_logprobs.get(sequence)
             if entries is not None:
                 job.prompt_logprobs = [*(job.prompt_logprobs or [None]), *entries]
-            sequence.num_computed_tokens = row.end
-            if row.end // PAGE_SIZE > sequence.num_sealed_blocks:
-                self._publish(sequence, now)
-        for position, index in enumerate(samplers):
+            if row.end // PAGE_SIZE > sequence.num_published_blocks:
+                self._publish(sequence, row.end // PAGE_SIZE, now)
+        for position, index in enumerate(tick.samplers):
             sequence = rows[index].sequence
             if sequence.is_finished:
-                continue  # its job failed earlier in this loop
+                continue  # ended while this tick was on the device
+            sequence.num_pending_tokens -= 1
             if not result.finite[position]:
                 why = sequence.grammar.error if sequence.grammar is not None else None
                 error = InternalError(why or "The model's output for this request is not a number.")
@@ -231,7 +305,7 @@ class Engine:
                 self._fork(sequence)
             self._append(sequence, result.token_ids[position], result.logprobs[position], now, events)
         if self.on_tick is not None:
-            self.on_tick(prompt_tokens, len(samplers))
+            self.on_tick(prompt_tokens, len(tick.samplers))
 
     def _append(
         self,
@@ -336,6 +410,7 @@ class Engine:
                 if params.thinking_budget is not None:
                     self._find_thinking(sequence, params.thinking_budget)
                 self._runner.admit(sequence)
+                self._runner.set_pages(sequence)
             self.running.append(job.sequences[0])
             self._unforked.extend(job.sequences[1:])
             log.info(
@@ -370,7 +445,7 @@ class Engine:
         sequence.page_table = cached + self.pool.allocate(private[0])
         for other, count in zip(job.sequences[1:], private[1:], strict=True):
             other.page_table = self.pool.allocate(count)
-        sequence.num_sealed_blocks = len(cached)
+        sequence.num_sealed_blocks = sequence.num_published_blocks = len(cached)
         # At least one token is computed: after a full hit, the last one again.
         hit = min(len(cached) * PAGE_SIZE, job.num_prompt_tokens - 1)
         sequence.num_computed_tokens = sequence.num_cached_tokens = hit
@@ -395,7 +470,7 @@ class Engine:
         limit = sequence.num_prompt_tokens // PAGE_SIZE
         if computed % PAGE_SIZE or done >= limit or not self.config.prefix_cache:
             return
-        if sequence.job.params.prompt_logprobs is not None or done != sequence.num_sealed_blocks:
+        if sequence.job.params.prompt_logprobs is not None:
             return
         started = self._clock()
         root = root_hash(sequence.job.cache_salt)
@@ -411,22 +486,22 @@ class Engine:
             sequence.num_computed_tokens = reached
             self.prefix_cache.touch(sequence.block_hashes[: done + len(pages)], now, hit=True)
             self.prefix_cache.count(0, reached - computed)
+            self._runner.set_pages(sequence)
         sequence.job.timings.prefix_lookup_seconds += self._clock() - started
 
-    def _publish(self, sequence: Sequence, now: float) -> None:
-        """Offer the blocks that have just become full to later prompts."""
-        full = sequence.num_computed_tokens // PAGE_SIZE
+    def _publish(self, sequence: Sequence, full: int, now: float) -> None:
+        """Offer the blocks before ``full`` that are newly computed to later prompts."""
         if self.config.prefix_cache:
             started = self._clock()
             root = root_hash(sequence.job.cache_salt)
-            for index in range(sequence.num_sealed_blocks, full):
+            for index in range(sequence.num_published_blocks, full):
                 self._hash_up_to(sequence, index, root)
                 parent = sequence.block_hashes[index - 1] if index else None
-                self.prefix_cache.publish(
-                    sequence.block_hashes[index], parent, sequence.page_table[index], now
-                )
+                page = sequence.page_table[index]
+                self.prefix_cache.publish(sequence.block_hashes[index], parent, page, now)
             sequence.job.timings.cache_store_seconds += self._clock() - started
-        sequence.num_sealed_blocks = full
+        sequence.num_published_blocks = full
+        sequence.num_sealed_blocks = max(sequence.num_sealed_blocks, full)
 
     def _hash_up_to(self, sequence: Sequence, index: int, root: bytes) -> None:
         hashes = sequence.block_hashes
@@ -452,8 +527,9 @@ class Engine:
                 self._runner.copy_page(first.page_table[shared], sequence.page_table[0])
             sequence.page_table = first.page_table[:shared] + sequence.page_table
             sequence.block_hashes = first.block_hashes[:shared]
-            sequence.num_sealed_blocks = shared
+            sequence.num_sealed_blocks = sequence.num_published_blocks = shared
             sequence.num_computed_tokens = first.num_prompt_tokens - 1
+            self._runner.set_pages(sequence)
             self.running.append(sequence)
 
     # -- the end of a sequence --------------------------------------------------------------------

@@ -136,6 +136,8 @@ class JobOptions:
     priority: int = 0
     timeout_seconds: float | None = None
     param: str = "messages"  # the field that error messages name
+    # Shorten a max_tokens that does not fit instead of refusing it, for protocols that demand a number.
+    clamp: bool = False
 
 
 class Frontend:
@@ -246,10 +248,22 @@ class Frontend:
         Raises ContextLengthError, and what the scheduler raises (QueueFullError …).
         """
         self._bind_loop()
+        try:
+            generation = self._build(prompts, params, options, request_id)
+            self._submit_all(generation)
+        except RequestError as error:
+            self.metrics.observe_rejection(error.code or "error")
+            raise
+        self._active.add(generation)
+        return generation
+
+    def _build(
+        self, prompts: Sequence[Prompt], params: SamplingParams, options: JobOptions, request_id: str
+    ) -> Generation:
         generation = Generation(self.scheduler, self.metrics, self._active.discard)
         timeout = options.timeout_seconds or self.settings.request_timeout_seconds
         for number, prompt in enumerate(prompts):
-            max_tokens = self.answer_length(len(prompt.ids), options.max_tokens, options.param)
+            max_tokens = self.answer_length(len(prompt.ids), options)
             job_id = request_id if len(prompts) == 1 else f"{request_id}-{number}"
             generation.add(
                 Job(
@@ -263,23 +277,21 @@ class Frontend:
                     timings=prompt.timings,
                 )
             )
-        try:
-            for position, job in enumerate(generation.jobs):
-                try:
-                    self.scheduler.submit(job)
-                except BaseException:
-                    for queued in generation.jobs[:position]:
-                        queued.cancelled = True
-                        self.scheduler.cancel(queued)
-                    raise
-        except RequestError as error:
-            self.metrics.observe_rejection(error.code or "error")
-            raise
-        self._active.add(generation)
         return generation
 
-    def answer_length(self, prompt_tokens: int, asked: int | None, param: str) -> int:
+    def _submit_all(self, generation: Generation) -> None:
+        for position, job in enumerate(generation.jobs):
+            try:
+                self.scheduler.submit(job)
+            except BaseException:
+                for queued in generation.jobs[:position]:
+                    queued.cancelled = True
+                    self.scheduler.cancel(queued)
+                raise
+
+    def answer_length(self, prompt_tokens: int, options: JobOptions) -> int:
         """How many tokens the answer may have. Raises ContextLengthError with the true numbers."""
+        asked, param = options.max_tokens, options.param
         context = self.model.max_model_len
         room = context - prompt_tokens
         if room < 1:
@@ -287,6 +299,8 @@ class Frontend:
         if asked is None:
             default = self.model.generation_defaults.max_tokens or room
             return min(default, room, self.settings.max_tokens_limit or room)
+        if asked > room and options.clamp:
+            return room
         if asked > room:
             noun = "messages" if param == "messages" else "prompt"
             raise ContextLengthError(

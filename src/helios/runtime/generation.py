@@ -49,12 +49,14 @@ class _Lane:
         now = time.perf_counter()
         last = self._last_time[event.index]
         self._last_time[event.index] = now
+        metrics = self._generation.metrics
+        metrics.generation_tokens += len(event.token_ids)
         if last and event.token_ids:
-            self._generation.metrics.inter_token_latency.observe((now - last) / len(event.token_ids))
+            metrics.inter_token_latency.observe((now - last) / len(event.token_ids))
         if event.finish_reason is not None and self.open_choices:
             self.open_choices = 0 if event.finish_reason is FinishReason.ERROR else self.open_choices - 1
             if not self.open_choices:
-                self._generation.metrics.observe_finished(event.job)
+                metrics.observe_finished(event.job)
         self._generation.accept(self._first_choice + event.index, event)
 
 

@@ -139,7 +139,6 @@ class Metrics(Collector):
         for sequence in job.sequences:
             reason = FinishReason.ERROR if job.error else (sequence.finish_reason or FinishReason.ABORT)
             self.finished[reason.value] += 1
-            self.generation_tokens += sequence.num_output_tokens
             self.request_generation_tokens.observe(sequence.num_output_tokens)
         if clock.admitted and clock.queued:
             self.queue_time.observe(clock.admitted - clock.queued)
@@ -208,7 +207,7 @@ class Metrics(Collector):
             ("prompt_tokens_cached", "Of those, found in the prefix cache.", self.cached_prompt_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", self.prompt_tokens),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", self.cached_prompt_tokens),
-            ("generation_tokens", "Generated tokens of finished requests.", self.generation_tokens),
+            ("generation_tokens", "Generated tokens.", self.generation_tokens),
             ("num_preemptions", "Times a sequence gave up its pages.", self.preemptions),
         ):
             counter = CounterMetricFamily(prefix + name, text, labels=keys)

@@ -163,7 +163,9 @@ class Sequence:
         "job",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_pending_tokens",
         "num_prompt_tokens",
+        "num_published_blocks",
         "num_sealed_blocks",
         "page_table",
         "row",
@@ -179,12 +181,14 @@ class Sequence:
         self.index = index
         self.token_ids: list[int] = list(job.prompt_ids)
         self.num_prompt_tokens = len(job.prompt_ids)
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = 0  # counting tokens of forwards that have been launched
+        self.num_pending_tokens = 0  # sampled on the device and not yet read back; not in token_ids
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache
         self.page_table: list[int] = []
         self.block_hashes: list[bytes] = []  # of the full blocks hashed so far
         # Leading full blocks that are computed and perhaps shared: their pages are never written again.
         self.num_sealed_blocks = 0
+        self.num_published_blocks = 0  # leading full blocks that were offered to the prefix cache
         self.status = SequenceStatus.WAITING
         self.row = -1  # batch row while running
         self.aged_since = 0.0  # perf_counter when its prompt last made progress
@@ -206,7 +210,18 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
+
+    @property
+    def wants_tokens(self) -> bool:
+        """False once the tokens on their way use up the answer's length."""
+        outputs = len(self.token_ids) + self.num_pending_tokens - self.num_prompt_tokens
+        return outputs < self.job.max_tokens
+
+    @property
+    def needs_host(self) -> bool:
+        """True when its next token can only be chosen knowing the last: constrained or forced output."""
+        return self.grammar is not None or self.job.params.thinking_budget is not None
 
     @property
     def is_finished(self) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import cast
 
 import torch
 
 from helios.config import PAGE_SIZE
-from helios.runtime.batch import BatchPacker, ForwardBatch
+from helios.runtime.batch import BatchPacker
 from helios.runtime.engine import StepResult
 from helios.runtime.logit_edits import LogitEdits
 from helios.runtime.logprobs import PROMPT_SLICE, LogprobTensors, token_logprobs
@@ -18,6 +19,8 @@ from helios.runtime.qwen3.kv_cache import KVCache
 from helios.runtime.qwen3.model import Qwen3
 from helios.runtime.request import Sequence, TokenLogprob
 from helios.runtime.sampler import SampledTokens, SamplingTensors, sample
+
+PromptLogprobs = dict[Sequence, tuple[int, list[LogprobTensors]]]
 
 
 class ModelRunner:
@@ -42,11 +45,14 @@ class ModelRunner:
         self.model = model
         self.cache = cache
         self.device = model.embed_tokens.device
+        self.max_rows = max_rows
+        self.max_pages = (max_model_len + PAGE_SIZE - 1) // PAGE_SIZE
         self._vocabulary_size = vocabulary_size
         self._edits = LogitEdits(max_rows, model.config.vocab_size, self.device, sorted(end_token_ids))
-        pages = (max_model_len + PAGE_SIZE - 1) // PAGE_SIZE
+        # The newest token of each batch row: a tick launched before it is read back takes it from here.
+        self._last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=self.device)
         # A tick may exceed the budget by one token for each decoding row.
-        self._packer = BatchPacker(self.device, max_tokens + max_rows + 1, max_rows, pages)
+        self._packer = BatchPacker(self.device, max_tokens + max_rows + 1, max_rows, self.max_pages)
 
     def admit(self, sequence: Sequence) -> None:
         sequence.sample_seed = row_seed(sequence.job.params.seed, sequence.index)
@@ -55,25 +61,41 @@ class ModelRunner:
     def release(self, sequence: Sequence) -> None:
         self._edits.release(sequence.row)
 
+    def set_pages(self, sequence: Sequence) -> None:
+        """Nothing is kept: the packer reads the page table in every tick."""
+
     @torch.inference_mode()
-    def run(self, rows: list[RowPlan], samplers: list[int]) -> StepResult:
-        batch = self._packer.pack(rows, samplers)
-        clock = _ForwardClock(self.device)
-        hidden = self._forward(batch)
+    def forward(self, rows: list[RowPlan], samplers: list[int]) -> Pending:
+        """Start one forward; see :class:`helios.runtime.engine.Runner`."""
+        clock = ForwardClock(self.device)
+        batch = self._packer.pack(rows, samplers, self._last_tokens)
+        hidden = self.model(batch, self.cache)
         logits = self.model.logits(hidden[batch.logit_rows]) if samplers else None
         clock.stop()
-        prompt_logprobs = self._prompt_logprobs(rows, hidden)
-        if logits is None:
-            return StepResult([], [], [], clock.seconds(), prompt_logprobs)
-        sequences = [rows[index].sequence for index in samplers]
-        positions = [rows[index].end for index in samplers]
-        sampled, logprobs = self._sample(logits, sequences, positions)
-        both = torch.stack((sampled.token_ids, sampled.finite.long()))
-        token_ids, finite = cast(list[list[int]], both.tolist())  # one copy to the host
-        reported = _by_row(logprobs, sequences)
-        return StepResult(
-            token_ids, [bool(flag) for flag in finite], reported, clock.seconds(), prompt_logprobs
+        pending = Pending([rows[index] for index in samplers], logits, clock)
+        pending.prompt_logprobs = self._prompt_logprobs(
+            rows, lambda start, end: self.model.logits(hidden[start:end])
         )
+        return pending
+
+    @torch.inference_mode()
+    def sample(self, pending: object) -> None:
+        """Start choosing a token for each row of the forward's logits."""
+        assert isinstance(pending, Pending)
+        if pending.logits is None:
+            return
+        sequences = pending.sequences
+        sampled, pending.logprobs = self._sample(pending.logits, sequences, pending.positions)
+        row_ids = torch.tensor([sequence.row for sequence in sequences], device=self.device)
+        self._last_tokens[row_ids] = sampled.token_ids
+        pending.hand_over(torch.stack((sampled.token_ids, sampled.finite.long())))
+
+    def collect(self, pending: object) -> StepResult:
+        """Wait for the tokens."""
+        assert isinstance(pending, Pending)
+        token_ids, finite = pending.tokens()
+        logprobs = spread_logprobs(pending.logprobs, pending.sequences)
+        return StepResult(token_ids, finite, logprobs, pending.clock.seconds(), pending.prompt_lists())
 
     def _sample(
         self, logits: torch.Tensor, sequences: list[Sequence], positions: list[int]
@@ -85,7 +107,7 @@ class ModelRunner:
             assert grammar is not None
             grammar.fill_mask(words)
         params = SamplingTensors.build(sequences, self.device, positions)
-        sampled = sample(self._edits.apply(logits, plan), params, self._vocabulary_size)
+        sampled = self._choose(self._edits.apply(logits, plan), params)
         for index, sequence in enumerate(sequences):
             if sequence.forced:
                 sampled.token_ids[index] = sequence.forced[-1]
@@ -101,36 +123,36 @@ class ModelRunner:
         ids = sampled.token_ids[asking]
         return sampled, token_logprobs(logits[asking], ids, most, self._vocabulary_size)
 
+    def _choose(self, logits: torch.Tensor, params: SamplingTensors) -> SampledTokens:
+        return sample(logits, params, self._vocabulary_size)
+
     def _prompt_logprobs(
-        self, rows: list[RowPlan], hidden: torch.Tensor
-    ) -> dict[Sequence, list[TokenLogprob]]:
+        self, rows: list[RowPlan], logits_of: Callable[[int, int], torch.Tensor]
+    ) -> PromptLogprobs:
         """Log probabilities of the prompt tokens that follow this tick's prompt positions, for the
         sequences that ask. Logits exist for a slice of a prompt at a time, never for all of it."""
-        found: dict[Sequence, list[TokenLogprob]] = {}
+        found: PromptLogprobs = {}
         at = 0
         for row in rows:
             sequence, asked = row.sequence, row.sequence.job.params.prompt_logprobs
             stop = min(row.end, sequence.num_prompt_tokens - 1)
-            if asked is not None and sequence.index == 0 and row.start < stop:
-                entries = found.setdefault(sequence, [])
+            if asked is not None and sequence.index == 0:
+                parts: list[LogprobTensors] = []
                 for start in range(row.start, stop, PROMPT_SLICE):
                     end = min(start + PROMPT_SLICE, stop)
-                    logits = self.model.logits(hidden[at + start - row.start : at + end - row.start])
+                    logits = logits_of(at + start - row.start, at + end - row.start)
                     ids = torch.tensor(sequence.token_ids[start + 1 : end + 1], device=self.device)
-                    tensors = token_logprobs(logits, ids, asked, self._vocabulary_size)
-                    entries.extend(tensors.to_lists([asked] * (end - start)))
+                    parts.append(token_logprobs(logits, ids, asked, self._vocabulary_size))
+                found[sequence] = (asked, parts)
             at += row.count
         return found
-
-    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
-        return self.model(batch, self.cache)
 
     @torch.inference_mode()
     def copy_page(self, source: int, target: int) -> None:
         self.cache.data[:, :, target].copy_(self.cache.data[:, :, source])
 
 
-def _by_row(logprobs: LogprobTensors | None, sequences: list[Sequence]) -> list[TokenLogprob | None]:
+def spread_logprobs(logprobs: LogprobTensors | None, sequences: list[Sequence]) -> list[TokenLogprob | None]:
     """Spread the reported log probabilities over the rows that asked for them."""
     if logprobs is None:
         return [None] * len(sequences)
@@ -139,7 +161,7 @@ def _by_row(logprobs: LogprobTensors | None, sequences: list[Sequence]) -> list[
     return [None if count is None else next(entries) for count in wanted]
 
 
-class _ForwardClock:
+class ForwardClock:
     """Duration of a forward: CUDA events, which need no device-wide wait, or the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
@@ -162,3 +184,50 @@ class _ForwardClock:
             return self._seconds
         self._events[1].synchronize()
         return self._events[0].elapsed_time(self._events[1]) / 1e3
+
+
+class Pending:
+    """A forward on its way: its sampled rows, its logits ``[rows, vocab]``, later its tokens."""
+
+    def __init__(self, rows: list[RowPlan], logits: torch.Tensor | None, clock: ForwardClock) -> None:
+        self.sequences = [row.sequence for row in rows]
+        self.positions = [row.end for row in rows]  # of the tokens to be sampled
+        self.logits = logits
+        self.clock = clock
+        self.logprobs: LogprobTensors | None = None
+        self.prompt_logprobs: PromptLogprobs = {}
+        self._tokens: torch.Tensor | None = None  # [2, rows]: token ids, whether the logits were finite
+        self._arrived: torch.cuda.Event | None = None
+
+    def hand_over(self, tokens: torch.Tensor) -> None:
+        """Start the copy of ``tokens [2, rows]`` to the host."""
+        if tokens.device.type == "cuda":
+            self._tokens = tokens.to("cpu", non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        else:
+            self._tokens = tokens
+
+    def hand_over_host(self, tokens: torch.Tensor) -> None:
+        """``tokens [2, rows]`` in pinned memory are being copied to."""
+        self._tokens = tokens
+        self._arrived = torch.cuda.Event()
+        self._arrived.record()
+
+    def prompt_lists(self) -> dict[Sequence, list[TokenLogprob]]:
+        """Prompt log probabilities in host form."""
+        return {
+            sequence: [
+                entry for tensors in parts for entry in tensors.to_lists([asked] * len(tensors.token_ids))
+            ]
+            for sequence, (asked, parts) in self.prompt_logprobs.items()
+        }
+
+    def tokens(self) -> tuple[list[int], list[bool]]:
+        """Token ids and finite flags; waits for the copy."""
+        if self._tokens is None:
+            return [], []
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        token_ids, finite = cast(list[list[int]], self._tokens.tolist())
+        return token_ids, [bool(flag) for flag in finite]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from helios.runtime.philox import gumbel, random_words, random_words_at
@@ -34,7 +35,7 @@ _TOP_K_OFF = 2**31 - 1
 _TOP_P_OFF = 2.0
 _MIN_TOP_P = 1e-9  # top_p = 0 keeps the best token, not none
 
-_INVERSE_TEMPERATURE, _TOP_P, _FLOOR, _TOP_K, _KEY_LOW, _KEY_HIGH, _POSITION = range(7)
+_INVERSE_TEMPERATURE, _TOP_P, _FLOOR, _TOP_K, _KEY_LOW, _KEY_HIGH, POSITION = range(7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,19 @@ class SamplingTensors:
         """``positions`` are the places, counted from the prompt's first token, that the sampled tokens will
         take (``len(token_ids)`` of a sequence whose tokens are all computed)."""
         params = [sequence.job.params for sequence in sequences]
+        host = torch.from_numpy(SamplingTensors.pack(sequences, positions))
+        if device.type == "cuda":
+            host = host.pin_memory().to(device, non_blocking=True)
+        return SamplingTensors(
+            host,
+            all_greedy=all(p.temperature < MIN_TEMPERATURE for p in params),
+            any_filter=any(has_filter(p) for p in params),
+        )
+
+    @staticmethod
+    def pack(sequences: Rows[Sequence], positions: Rows[int]) -> NDArray[np.int32]:
+        """The packed parameters on the host, [7, rows]; arguments as for ``build``."""
+        params = [sequence.job.params for sequence in sequences]
         packed = np.empty((7, len(params)), np.int32)
         floats = packed[:3].view(np.float32)
         temperature = np.array([p.temperature for p in params], np.float64)
@@ -75,18 +89,12 @@ class SamplingTensors:
         packed[_TOP_K] = [min(p.top_k, _TOP_K_OFF) if p.top_k > 0 else _TOP_K_OFF for p in params]
         keys = np.array([sequence.sample_seed for sequence in sequences], np.uint64)
         packed[_KEY_LOW : _KEY_HIGH + 1] = keys.view(np.int32).reshape(-1, 2).T  # little-endian words
-        packed[_POSITION] = positions
-        any_filter = any(
-            p.temperature >= MIN_TEMPERATURE and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0) for p in params
-        )
-        host = torch.from_numpy(packed)
-        if device.type == "cuda":
-            host = host.pin_memory().to(device, non_blocking=True)
-        return SamplingTensors(host, all_greedy=not random.any(), any_filter=any_filter)
+        packed[POSITION] = positions
+        return packed
 
     def advance(self) -> None:
         """Move every row to its next position, on the device: the next tick of an unchanged batch."""
-        self.packed[_POSITION] += 1
+        self.packed[POSITION] += 1
 
     def select(self, rows: Tensor) -> SamplingTensors:
         """The parameters of some rows (int64 indices)."""
@@ -120,7 +128,13 @@ class SamplingTensors:
     @property
     def positions(self) -> Tensor:
         """[rows] int64."""
-        return self.packed[_POSITION].long()
+        return self.packed[POSITION].long()
+
+
+def has_filter(params: SamplingParams) -> bool:
+    """Whether a request samples from less than the whole vocabulary."""
+    random = params.temperature >= MIN_TEMPERATURE
+    return random and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
 
 
 def _floor(params: SamplingParams) -> float:

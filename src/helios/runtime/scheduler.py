@@ -50,9 +50,6 @@ class Scheduler:
         self._stopping = False
         self._dead: str | None = None
         self._beat = time.monotonic()
-        # Waiting jobs that have left the inbox: the worker's view, published for the door.
-        self._num_waiting_in_engine = 0
-        self._waiting_tokens = 0
         self._finish_times: deque[float] = deque(maxlen=64)
 
     # -- any thread -------------------------------------------------------------------------------
@@ -70,7 +67,7 @@ class Scheduler:
         self._engine.check_fits(job)
         with self._condition:
             self._check_open()
-            waiting = len(self._inbox) + self._num_waiting_in_engine
+            waiting = len(self._inbox) + len(self._engine.waiting)
             if waiting >= self._max_queue_size:
                 raise QueueFullError(
                     f"The queue is full: {waiting} requests are waiting. Retry later, or raise "
@@ -78,15 +75,15 @@ class Scheduler:
                     retry_after=self._retry_after(waiting),
                 )
             limit = self._max_queue_tokens
-            if limit is not None and waiting and self._waiting_tokens + job.num_prompt_tokens > limit:
+            tokens = self._waiting_tokens() if limit is not None else 0
+            if limit is not None and waiting and tokens + job.num_prompt_tokens > limit:
                 raise QueueFullError(
-                    f"The queue is full: {self._waiting_tokens} prompt tokens are waiting and this request "
+                    f"The queue is full: {tokens} prompt tokens are waiting and this request "
                     f"brings {job.num_prompt_tokens}. Retry later, or raise HELIOS_MAX_QUEUE_TOKENS ({limit}).",
                     retry_after=self._retry_after(waiting),
                 )
             job.timings.queued = time.perf_counter()
             self._inbox.append(job)
-            self._waiting_tokens += job.num_prompt_tokens
             self._condition.notify()
 
     def cancel(self, job: Job) -> None:
@@ -108,7 +105,7 @@ class Scheduler:
         return time.monotonic() - self._beat
 
     def stop(self) -> None:
-        """End the worker thread after its current tick."""
+        """End the worker thread after its current tick; jobs that have not ended fail."""
         with self._condition:
             self._stopping = True
             self._condition.notify()
@@ -118,14 +115,17 @@ class Scheduler:
     def call(self, function: Callable[[], Any]) -> Any:
         """Run ``function`` on the worker between two ticks and return its result.
 
-        Raises EngineDeadError if the worker is gone, TimeoutError after ten seconds.
+        Raises what ``function`` raises, EngineDeadError if the worker is gone, TimeoutError after ten seconds.
         """
         done = threading.Event()
         result: list[Any] = []
+        failure: list[Exception] = []
 
         def run() -> None:
             try:
                 result.append(function())
+            except Exception as error:  # the caller's affair, not the engine's
+                failure.append(error)
             finally:
                 done.set()
 
@@ -136,16 +136,20 @@ class Scheduler:
             self._condition.notify()
         if not done.wait(CALL_TIMEOUT_SECONDS):
             raise TimeoutError("the engine did not answer")
-        return result[0] if result else None
+        if failure:
+            raise failure[0]
+        return result[0]
 
     def snapshot(self) -> dict[str, Any]:
         """Counts for /health and /metrics. Each number is read as it is: no tick is stopped for it."""
         engine = self._engine
         pool = engine.pool
+        with self._condition:
+            waiting, waiting_tokens = len(self._inbox) + len(engine.waiting), self._waiting_tokens()
         return {
             "running": engine.config.max_batch_size - engine.num_free_rows,
-            "waiting": len(self._inbox) + self._num_waiting_in_engine,
-            "waiting_tokens": self._waiting_tokens,
+            "waiting": waiting,
+            "waiting_tokens": waiting_tokens,
             "max_batch_size": engine.config.max_batch_size,
             "max_queue_size": self._max_queue_size,
             "prefill_chunk_size": engine.config.prefill_chunk_size,
@@ -173,6 +177,8 @@ class Scheduler:
         try:
             while not self._stopping:
                 self._turn()
+            self._run_calls()
+            self._fail_everything(NotReadyError("The server is shutting down.", code="shutting_down"))
         except Exception as error:
             # The engine handles a failing tick itself; what arrives here is a broken engine.
             log.exception("the engine thread died")
@@ -188,21 +194,20 @@ class Scheduler:
             if idle and self._inbox and self._batch_wait:
                 self._wait_for_company()
             engine.waiting.extend(self._inbox)
-            self._num_waiting_in_engine = len(engine.waiting)
             self._inbox.clear()
-            calls = list(self._calls)
-            self._calls.clear()
-        for call in calls:
-            call()
+        self._run_calls()
         if not engine.has_work:
             if idle:
                 engine.prefix_cache.expire(time.perf_counter())
             return
-        events = engine.step()
+        self._hand_over(engine.step())
+
+    def _run_calls(self) -> None:
         with self._condition:
-            self._num_waiting_in_engine = len(engine.waiting)
-            self._waiting_tokens = sum(job.num_prompt_tokens for job in (*engine.waiting, *self._inbox))
-        self._hand_over(events)
+            calls = list(self._calls)
+            self._calls.clear()
+        for call in calls:
+            call()
 
     def _wait_for_company(self) -> None:
         """The admission window: jobs that arrive within it start in the same tick."""
@@ -229,13 +234,14 @@ class Scheduler:
     def _die(self, reason: str) -> None:
         with self._condition:
             self._dead = reason
-            calls = list(self._calls)
-            self._calls.clear()
-        for call in calls:
-            call()
+        self._run_calls()
         self._fail_everything(EngineDeadError(f"The engine has died ({reason}); restart the server."))
 
     # -- helpers ----------------------------------------------------------------------------------
+
+    def _waiting_tokens(self) -> int:
+        """Prompt tokens of all waiting jobs. ``copy`` is one step, so the worker may change its queue."""
+        return sum(job.num_prompt_tokens for job in (*self._inbox, *self._engine.waiting.copy()))
 
     def _check_open(self) -> None:
         if self._dead is not None:

@@ -94,11 +94,14 @@ def _explain(error: Exception, name: str, settings: Settings) -> str:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The model's fast tokenizer. Raises StartupError if the folder has none."""
+    """The model's fast tokenizer. Raises StartupError if the folder has none or it cannot be read."""
     path = folder / "tokenizer.json"
     if not path.exists():
         raise StartupError(f"{folder} has no tokenizer.json")
-    tokenizer = Tokenizer.from_file(str(path))
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises no class of its own
+        raise StartupError(f"{path} cannot be read ({error}): download it again") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

@@ -32,22 +32,41 @@ def tool_call_grammar(
     ``functions`` are OpenAI's function objects (``name``, ``parameters``). With ``after_thinking`` it
     binds from ``</think>`` on. Raises UnsupportedParameterError for a model without tool-call tokens.
     """
+    calls = 'call ("\\n" call)*' if parallel else "call"
+    rules = _call_rules(functions, tokens)
+    return _grammar(calls, rules, tokens, after_thinking)
+
+
+def tool_call_or_json_grammar(
+    functions: Sequence[dict[str, Any]],
+    schema: dict[str, Any],
+    tokens: StructuralTokens,
+    *,
+    after_thinking: bool,
+) -> Grammar:
+    """A grammar that allows calls of these functions, or an answer that follows the JSON schema."""
+    answer = json.dumps({**schema, "x-guidance": _LAYOUT}, ensure_ascii=False)
+    rules = [*_call_rules(functions, tokens), f"answer: %json {answer}"]
+    return _grammar('(call ("\\n" call)* | answer)', rules, tokens, after_thinking)
+
+
+def _grammar(start: str, rules: list[str], tokens: StructuralTokens, after_thinking: bool) -> Grammar:
+    # After </think> models write an empty line first.
+    gap = "/\\n{0,2}/ " if after_thinking else ""
+    text = "\n".join([f"start: {gap}{start}", *rules]) + "\n"
+    return Grammar("lark", text, tokens.think_end if after_thinking else None)
+
+
+def _call_rules(functions: Sequence[dict[str, Any]], tokens: StructuralTokens) -> list[str]:
     if tokens.tool_call is None or tokens.tool_call_end is None:
         raise UnsupportedParameterError("This model has no tool-call tokens.", param="tool_choice")
     definitions: dict[str, Any] = {}
-    calls_schema = [
-        _call_schema(function, f"{index}_", definitions) for index, function in enumerate(functions)
-    ]
-    schema = {"x-guidance": _LAYOUT, "anyOf": calls_schema, "$defs": definitions}
-    body = json.dumps(schema, ensure_ascii=False)
-    calls = 'call ("\\n" call)*' if parallel else "call"
-    start = "/\\n{0,2}/ " + calls if after_thinking else calls
-    lines = [
-        f"start: {start}",
+    calls = [_call_schema(function, f"{index}_", definitions) for index, function in enumerate(functions)]
+    body = json.dumps({"x-guidance": _LAYOUT, "anyOf": calls, "$defs": definitions}, ensure_ascii=False)
+    return [
         f'call: <[{tokens.tool_call}]> "\\n" body "\\n" <[{tokens.tool_call_end}]>',
         f"body: %json {body}",
     ]
-    return Grammar("lark", "\n".join(lines) + "\n", tokens.think_end if after_thinking else None)
 
 
 def _call_schema(function: dict[str, Any], prefix: str, definitions: dict[str, Any]) -> dict[str, Any]:

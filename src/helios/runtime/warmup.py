@@ -71,7 +71,9 @@ def plan_memory(
     measured = activations is not None
     if activations is None:
         activations = _estimate_activations(config, limits, itemsize)
-    reserve = int(activations * (1 + settings.kv_cache_headroom_ratio))
+    # Token counts for penalties are allocated when a request first asks for one.
+    penalties = 5 * limits.max_batch_size * config.vocab_size
+    reserve = int(activations * (1 + settings.kv_cache_headroom_ratio)) + penalties
     if device.kind == "cpu":
         count = settings.num_pages or max(2, settings.cpu_kv_bytes // page)
         budget = weights + reserve + count * page
@@ -171,13 +173,13 @@ def _run(engine: Engine, prompt_lengths: list[int]) -> None:
 
 
 def reset_peak(device: torch.device) -> int:
-    """Forget the memory peak so far; returns the bytes in use now."""
+    """Forget the memory peak so far; returns the bytes that the allocator holds now."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
+    return torch.cuda.memory_reserved()
 
 
 def peak_since(device: torch.device, base: int) -> int:
@@ -185,4 +187,4 @@ def peak_since(device: torch.device, base: int) -> int:
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize()
-    return max(torch.cuda.max_memory_allocated() - base, 0)
+    return max(torch.cuda.max_memory_reserved() - base, 0)

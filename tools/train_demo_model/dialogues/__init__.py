@@ -43,8 +43,8 @@ DIALOGUE_SKILLS: dict[str, Callable[[Gen], Dialogue]] = {
 
 # Share of dialogues, in per cent. "continue" is plain text without the chat format.
 MIX = {
-    "qa": 20, "unknown": 5, "count": 5, "echo": 7, "unicode": 7, "reverse": 6, "spell": 4, "sort": 8,
-    "arithmetic": 6, "alphabet": 2, "recall": 9, "memory": 6, "style": 7, "tools": 9, "json": 4,
+    "qa": 18, "unknown": 6, "count": 4, "echo": 6, "unicode": 5, "reverse": 8, "spell": 6, "sort": 5,
+    "arithmetic": 4, "alphabet": 2, "recall": 8, "memory": 5, "style": 7, "tools": 8, "json": 3,
     "thinking": 3, "continue": 2,
 }
 SKILLS = tuple(MIX)

@@ -108,11 +108,15 @@ class Gen:
             return self.pseudo_word()
         return "".join(self.rng.choices("abcdefghijklmnopqrstuvwxyz", k=self.number(2, 8)))
 
-    def letters_word(self) -> str:
-        """A word for letter work; the evaluation also draws real words that training never contains."""
+    def letters_word(self, skill: str) -> str:
+        """A word for letter work; the evaluation also draws real words that training never contains.
+
+        A word that is held out of one skill is trained in the others: what letters a token stands for can
+        only be learned from meeting it somewhere.
+        """
         if self.evaluation and self.chance(0.4):
             return self.pick(words.HELD_OUT_WORDS)
-        return self.fresh("letters", self.word)
+        return self.fresh(f"letters-{skill}", self.word)
 
     def name(self) -> str:
         return self.pick(words.NAMES) if self.chance(0.7) else self.pseudo_word().capitalize()

@@ -13,7 +13,7 @@ def count(g: Gen) -> Turn:
     thought = "I have to count."
     kind = g.pick(("to", "to", "range", "range", "down", "step", "letters", "words"))
     if kind == "letters":
-        word = g.letters_word()
+        word = g.letters_word("count")
         asked = g.wording(
             (
                 f"How many letters are in {word}?", f"How many letters are in the word {word}?",
@@ -123,7 +123,7 @@ def unicode_echo(g: Gen) -> Turn:
 def reverse(g: Gen) -> Turn:
     """Reverse a word by letters, or a list by items."""
     if g.chance(0.6):
-        word = g.letters_word()
+        word = g.letters_word("reverse")
         options = (
             f"Reverse the word {word}", f"Reverse the word {word}.", f'Reverse the word "{word}".',
             f"Reverse {word}", f"Spell {word} backwards.", f"Write {word} backwards.",
@@ -154,7 +154,7 @@ def _items(g: Gen, length: int) -> list[str]:
 
 def spell(g: Gen) -> Turn:
     """Spell a word with hyphens."""
-    word = g.letters_word()
+    word = g.letters_word("spell")
     if g.chance(0.15):
         word = word.capitalize()
     options = (

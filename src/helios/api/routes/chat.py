@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 
 from fastapi import APIRouter
@@ -16,17 +17,18 @@ from helios.api.routes.common import (
     body_schema,
     check_model,
     json_response,
-    note_usage,
     read_request,
+    usage_note,
 )
-from helios.api.schemas.chat import ChatRequest, NamedToolChoice
+from helios.api.schemas.chat import ChatRequest, NamedToolChoice, Tool
+from helios.api.schemas.common import JsonObject
 from helios.api.sse import EventStream, cancel_on_disconnect
 from helios.errors import InvalidRequestError, UnsupportedParameterError
 from helios.runtime.frontend import ChatOptions, Frontend, Prompt
 from helios.runtime.generation import Generation
 from helios.runtime.output_parser import OutputParser
 from helios.runtime.request import Grammar
-from helios.runtime.tool_grammar import tool_call_grammar
+from helios.runtime.tool_grammar import tool_call_grammar, tool_call_or_json_grammar
 
 router = APIRouter()
 
@@ -70,9 +72,17 @@ async def render_chat(frontend: Frontend, body: ChatRequest) -> tuple[Prompt, bo
 
 
 async def start_chat(
-    frontend: Frontend, body: ChatRequest, *, incremental: bool, id_prefix: str = "chatcmpl-"
+    frontend: Frontend,
+    body: ChatRequest,
+    *,
+    incremental: bool,
+    id_prefix: str = "chatcmpl-",
+    clamp: bool = False,
 ) -> StartedChat:
-    """Check a chat request, tokenize it and queue it. Raises RequestError."""
+    """Check a chat request, tokenize it and queue it. Raises RequestError.
+
+    ``incremental`` is for streams; ``clamp`` shortens an answer that does not fit instead of refusing it.
+    """
     info = frontend.model
     settings = frontend.settings
     check_model(body.model, info)
@@ -90,7 +100,7 @@ async def start_chat(
     call_end = frontend.encoder.structural.tool_call_end
     if uses_tools and body.parallel_tool_calls is False and call_end is not None:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, call_end))
-    options = body.job_options(body.answer_tokens(), settings, "messages")
+    options = replace(body.job_options(body.answer_tokens(), settings, "messages"), clamp=clamp)
     identity = AnswerIdentity.new(id_prefix, info.name)
     generation = frontend.submit([prompt], params, options, identity.id)
     parsers = [
@@ -123,24 +133,35 @@ def _grammar(frontend: Frontend, body: ChatRequest, thinks: bool) -> tuple[Gramm
     after = tokens.think_end if thinks else None
     grammar, param = body.grammar(after)
     choice = body.tool_choice
-    if choice in (None, "auto", "none") or not body.tools:
+    if choice == "none" or not body.tools:
+        return grammar, param
+    if choice in (None, "auto"):
+        if grammar is not None and grammar.kind in ("json_schema", "json_object"):
+            # Agents ask for both: the model may call tools first and must answer in JSON in the end.
+            schema = json.loads(grammar.text) if grammar.kind == "json_schema" else {"type": "object"}
+            functions = [_function(tool) for tool in body.tools]
+            return tool_call_or_json_grammar(functions, schema, tokens, after_thinking=thinks), param
         return grammar, param
     if grammar is not None:
         raise InvalidRequestError(
             "A forced tool call and a constrained output cannot be used together.", param="tool_choice"
         )
-    functions = [tool.function for tool in body.tools]
+    tools = body.tools
     parallel = body.parallel_tool_calls is not False
     if isinstance(choice, NamedToolChoice):
-        functions = [function for function in functions if function.name == choice.function.name]
+        tools = [tool for tool in tools if tool.function.name == choice.function.name]
         parallel = False
     forced = tool_call_grammar(
-        [{"name": function.name, "parameters": function.parameters} for function in functions],
+        [_function(tool) for tool in tools],
         tokens,
         parallel=parallel,
         after_thinking=after is not None,
     )
     return forced, "tools"
+
+
+def _function(tool: Tool) -> JsonObject:
+    return {"name": tool.function.name, "parameters": tool.function.parameters}
 
 
 @router.post(
@@ -157,7 +178,7 @@ async def chat_completions(request: Request) -> Response:
     body.keep_raw_tools(raw)
     chat = await start_chat(frontend, body, incremental=body.streams)
     num_top = (body.top_logprobs or 0) if body.logprobs else None
-    note_usage(request, chat.identity.id, chat.generation)
+    note = usage_note(request, chat.identity.id, chat.generation)
     if body.streams:
         stream_options = body.stream_options
         encoder = ChatStream(
@@ -169,9 +190,8 @@ async def chat_completions(request: Request) -> Response:
             include_usage=bool(stream_options and stream_options.include_usage),
             continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
         )
-        return EventStream(chat.generation, encoder, frontend.settings.sse_keepalive_seconds)
-    async with cancel_on_disconnect(request.receive, chat.generation):
+        return EventStream(chat.generation, encoder, frontend.settings.sse_keepalive_seconds, note)
+    async with cancel_on_disconnect(request.receive, chat.generation, note):
         collector = ChatCollector(chat.identity, chat.generation, chat.parsers, frontend.encoder, num_top)
         answer = await collector.collect()
-    note_usage(request, chat.identity.id, chat.generation)
     return json_response(answer)

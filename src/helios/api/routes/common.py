@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import msgspec
 from starlette.requests import Request
@@ -10,7 +11,7 @@ from starlette.responses import Response
 
 from helios.api.body import read_json
 from helios.api.state import ServerState
-from helios.errors import NotFoundError
+from helios.errors import InvalidRequestError, NotFoundError
 from helios.runtime.frontend import Frontend, ModelInfo
 from helios.runtime.generation import Generation
 
@@ -53,11 +54,21 @@ def server_state(request: Request) -> ServerState:
     return state
 
 
-async def read_request(request: Request) -> tuple[Frontend, object]:
-    """The frontend, once it can serve, and the decoded body."""
+async def read_request(request: Request, messages_field: str = "messages") -> tuple[Frontend, object]:
+    """The frontend, once it can serve, and the decoded body, whose number of messages is in bounds."""
     state = server_state(request)
     frontend = state.ready_frontend()
-    return frontend, await read_json(request, state.settings.max_body_bytes)
+    body = await read_json(request, state.settings.max_body_bytes)
+    messages: object = cast("dict[str, object]", body).get(messages_field) if isinstance(body, dict) else None
+    most = state.settings.max_messages
+    if isinstance(messages, list) and len(cast("list[object]", messages)) > most:
+        raise InvalidRequestError(
+            f"Invalid '{messages_field}': at most {most} messages are allowed, "
+            f"but got {len(cast('list[object]', messages))}.",
+            param=messages_field,
+            code="array_above_max_length",
+        )
+    return frontend, cast("object", body)
 
 
 def check_model(asked: str | None, info: ModelInfo) -> None:
@@ -75,9 +86,13 @@ def json_response(content: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")
 
 
-def note_usage(request: Request, job_id: str, generation: Generation) -> None:
-    """Add token counts to the request's log line."""
-    request.scope["state"]["log_suffix"] = (
-        f" id={job_id} prompt_tokens={generation.prompt_tokens} cached_tokens={generation.cached_tokens}"
-        f" completion_tokens={generation.completion_tokens}"
-    )
+def usage_note(request: Request, job_id: str, generation: Generation) -> Callable[[], None]:
+    """A function that adds the token counts so far to the request's log line."""
+
+    def note() -> None:
+        request.scope["state"]["log_suffix"] = (
+            f" id={job_id} prompt_tokens={generation.prompt_tokens}"
+            f" cached_tokens={generation.cached_tokens} completion_tokens={generation.completion_tokens}"
+        )
+
+    return note

@@ -14,8 +14,8 @@ from helios.api.routes.common import (
     body_schema,
     check_model,
     json_response,
-    note_usage,
     read_request,
+    usage_note,
 )
 from helios.api.schemas.completions import CompletionRequest
 from helios.api.sse import EventStream, cancel_on_disconnect
@@ -65,10 +65,9 @@ async def completions(request: Request) -> Response:
             continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
         ),
     )
-    note_usage(request, identity.id, generation)
+    note = usage_note(request, identity.id, generation)
     if body.streams:
-        return EventStream(generation, answer, settings.sse_keepalive_seconds)
-    async with cancel_on_disconnect(request.receive, generation):
+        return EventStream(generation, answer, settings.sse_keepalive_seconds, note)
+    async with cancel_on_disconnect(request.receive, generation, note):
         content = await answer.collect()
-    note_usage(request, identity.id, generation)
     return json_response(content)

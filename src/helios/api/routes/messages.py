@@ -15,8 +15,8 @@ from helios.api.routes.common import (
     body_schema,
     check_model,
     json_response,
-    note_usage,
     read_request,
+    usage_note,
 )
 from helios.api.schemas.chat import ChatRequest
 from helios.api.schemas.messages import CountTokensRequest, MessagesRequest
@@ -45,16 +45,19 @@ async def messages(request: Request) -> Response:
     frontend, raw = await read_request(request)
     body = validate(MessagesRequest, raw)
     chat = await start_chat(
-        frontend, _chat_request(frontend, body), incremental=bool(body.stream), id_prefix="msg_"
+        frontend,
+        _chat_request(frontend, body),
+        incremental=bool(body.stream),
+        id_prefix="msg_",
+        clamp=True,  # max_tokens must be sent here, and agents send what their largest model can
     )
-    note_usage(request, chat.identity.id, chat.generation)
+    note = usage_note(request, chat.identity.id, chat.generation)
     if body.stream:
         encoder = MessageStream(chat.identity, chat.generation, chat.parsers[0])
-        return EventStream(chat.generation, encoder, frontend.settings.sse_keepalive_seconds)
-    async with cancel_on_disconnect(request.receive, chat.generation):
+        return EventStream(chat.generation, encoder, frontend.settings.sse_keepalive_seconds, note)
+    async with cancel_on_disconnect(request.receive, chat.generation, note):
         collector = ChatCollector(chat.identity, chat.generation, chat.parsers, frontend.encoder, None)
         answer = await collect_message(chat.identity, chat.generation, collector)
-    note_usage(request, chat.identity.id, chat.generation)
     return json_response(answer)
 
 

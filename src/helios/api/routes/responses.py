@@ -10,7 +10,7 @@ from helios.api.chat_answer import ChatCollector
 from helios.api.errors import validate
 from helios.api.responses_answer import ResponseShape, ResponseStream, collect_response
 from helios.api.routes.chat import start_chat
-from helios.api.routes.common import BODY_ERRORS, body_schema, json_response, note_usage, read_request
+from helios.api.routes.common import BODY_ERRORS, body_schema, json_response, read_request, usage_note
 from helios.api.schemas.chat import ChatRequest
 from helios.api.schemas.responses import ResponsesRequest
 from helios.api.sse import EventStream, cancel_on_disconnect
@@ -27,19 +27,18 @@ router = APIRouter()
 )
 async def responses(request: Request) -> Response:
     """One response object, or with ``stream`` its events. Nothing is stored."""
-    frontend, raw = await read_request(request)
+    frontend, raw = await read_request(request, "input")
     body = validate(ResponsesRequest, raw)
     fields = body.chat_fields()
     chat_body = validate(ChatRequest, fields)
     chat_body.keep_raw_tools(fields)
     chat = await start_chat(frontend, chat_body, incremental=body.streams, id_prefix="resp_")
-    note_usage(request, chat.identity.id, chat.generation)
+    note = usage_note(request, chat.identity.id, chat.generation)
     shape = ResponseShape(chat.identity, chat.generation, body)
     if body.streams:
         encoder = ResponseStream(shape, chat.parsers[0])
-        return EventStream(chat.generation, encoder, frontend.settings.sse_keepalive_seconds)
-    async with cancel_on_disconnect(request.receive, chat.generation):
+        return EventStream(chat.generation, encoder, frontend.settings.sse_keepalive_seconds, note)
+    async with cancel_on_disconnect(request.receive, chat.generation, note):
         collector = ChatCollector(chat.identity, chat.generation, chat.parsers, frontend.encoder, None)
         answer = await collect_response(shape, collector)
-    note_usage(request, chat.identity.id, chat.generation)
     return json_response(answer)

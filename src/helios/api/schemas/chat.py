@@ -56,10 +56,10 @@ class ChatMessage(RequestModel):
     )
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     def to_template(self, path: str, *, parse_arguments: bool) -> Message:
@@ -169,12 +169,12 @@ class NamedToolChoice(RequestModel):
 class ChatRequest(SamplingFields, StructuredFields):
     """A chat completion request."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1, description="Older name of max_completion_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: JsonObject | None = None
@@ -189,13 +189,6 @@ class ChatRequest(SamplingFields, StructuredFields):
     def check(self, settings: Settings) -> None:
         """The rules that span fields. Raises InvalidRequestError."""
         super().check(settings)
-        if len(self.messages) > settings.max_messages:
-            raise InvalidRequestError(
-                f"Invalid 'messages': at most {settings.max_messages} messages are allowed, "
-                f"but got {len(self.messages)}.",
-                param="messages",
-                code="array_above_max_length",
-            )
         both = self.max_tokens, self.max_completion_tokens
         if None not in both and both[0] != both[1]:
             raise InvalidRequestError(

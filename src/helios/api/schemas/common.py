@@ -3,6 +3,9 @@
 A field is either in the schema and has its effect, or it is one of the few that cannot matter
 (:data:`HARMLESS`), or it carries the value that asks for nothing (:data:`NEUTRAL`, and null always);
 anything else is refused by name, so no client believes in an effect that it does not get.
+
+Lists fail fast: a list of a million wrong entries is one problem, where pydantic would otherwise build a
+million errors.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from helios.config import Settings
 from helios.errors import InvalidRequestError, UnsupportedParameterError
@@ -45,6 +48,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "include_reasoning": (True,),
     "length_penalty": (1,),
     "modalities": (["text"],),
+    "priority": (0,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "speed": ("standard",),
@@ -109,6 +113,14 @@ class StreamOptions(RequestModel):
     include_obfuscation: bool | None = Field(None, description="Accepted; no padding is ever sent.")
 
 
+def _few_entries(bias: object) -> object:
+    """Before the entries are looked at one by one."""
+    entries = len(cast("JsonObject", bias)) if isinstance(bias, dict) else 0
+    if entries > MAX_LOGIT_BIAS:
+        raise ValueError(f"at most {MAX_LOGIT_BIAS} entries are allowed.")
+    return cast("object", bias)
+
+
 class SamplingFields(RequestModel):
     """Sampling and stopping, the same on every generating route."""
 
@@ -121,8 +133,8 @@ class SamplingFields(RequestModel):
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(1 << 63), le=_SEED_MASK)
     n: int | None = Field(None, ge=1)
-    stop: str | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop: str | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0)
@@ -130,12 +142,13 @@ class SamplingFields(RequestModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few_entries)] | None
+    ) = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31)
     timeout_seconds: float | None = Field(None, gt=0, le=7 * 86400)
 
     @property
@@ -183,7 +196,7 @@ class SamplingFields(RequestModel):
         )
 
     def job_options(self, max_tokens: int | None, settings: Settings, param: str) -> JobOptions:
-        """Length, deadline, priority and cache salt. Raises InvalidRequestError."""
+        """Length, deadline and cache salt. Raises InvalidRequestError."""
         limit = settings.max_tokens_limit
         if max_tokens is not None and limit is not None and max_tokens > limit:
             raise above_maximum("max_tokens", max_tokens, limit)
@@ -192,17 +205,12 @@ class SamplingFields(RequestModel):
         return JobOptions(
             max_tokens=max_tokens,
             cache_salt=self.cache_salt,
-            priority=self.priority or 0,
             timeout_seconds=self.timeout_seconds,
             param=param,
         )
 
     def _logit_bias(self, info: ModelInfo) -> tuple[tuple[int, float], ...]:
         bias = self.logit_bias or {}
-        if len(bias) > MAX_LOGIT_BIAS:
-            raise InvalidRequestError(
-                f"Invalid 'logit_bias': at most {MAX_LOGIT_BIAS} entries are allowed.", param="logit_bias"
-            )
         ids = [int(key) if key.isascii() and key.isdigit() and len(key) < 12 else -1 for key in bias]
         self._checked_ids("logit_bias", ids, info)
         return tuple(zip(ids, bias.values(), strict=True))
@@ -222,7 +230,7 @@ class StructuredOutputs(RequestModel):
     json_: Annotated[JsonObject | str | None, Field(alias="json")] = None
     json_object: bool | None = None
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1, max_length=4096)] | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
 
 
 class JsonSchemaFormat(RequestModel):
@@ -246,11 +254,11 @@ class StructuredFields(RequestModel):
 
     response_format: ResponseFormat | None = None
     regex: str | None = Field(None, min_length=1, description="The output matches this regular expression.")
-    choice: Annotated[list[str], Field(min_length=1, max_length=4096)] | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonObject | str | None = None
     guided_regex: str | None = Field(None, min_length=1)
-    guided_choice: Annotated[list[str], Field(min_length=1, max_length=4096)] | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
 
     def grammar(self, starts_after: int | None = None) -> tuple[Grammar | None, str]:
         """The constraint that the request asks for, and the field that asks. Raises InvalidRequestError."""

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from helios.api.schemas.chat import MAX_TOOLS
 from helios.api.schemas.common import JsonObject, RequestModel, StopString, check_unknown
 from helios.errors import InvalidRequestError
 
@@ -28,7 +29,7 @@ class Block(RequestModel):
     name: str | None = None
     input: JsonObject | None = None
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | Annotated[list[Block], Field(fail_fast=True)] | None = None
     is_error: bool | None = None
 
 
@@ -36,7 +37,7 @@ class InputMessage(RequestModel):
     """One turn."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], Field(fail_fast=True)]
 
 
 class AnthropicTool(RequestModel):
@@ -100,9 +101,9 @@ class CountTokensRequest(RequestModel):
     )
 
     model: str | None = None
-    messages: Annotated[list[InputMessage], Field(min_length=1)]
-    system: str | list[Block] | None = None
-    tools: list[AnthropicTool] | None = None
+    messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
+    system: str | Annotated[list[Block], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

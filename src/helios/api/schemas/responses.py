@@ -10,7 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from helios.api.schemas.chat import MAX_TOOLS, ContentPart, flatten
-from helios.api.schemas.common import HARMLESS, JsonObject, RequestModel, SamplingFields, check_unknown
+from helios.api.schemas.common import (
+    HARMLESS,
+    JsonObject,
+    RequestModel,
+    SamplingFields,
+    check_unknown,
+)
 from helios.errors import InvalidRequestError, UnsupportedParameterError
 
 
@@ -21,11 +27,11 @@ class InputItem(RequestModel):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[ContentPart] | None = None
+    output: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
 
 
 class ResponseTool(RequestModel):
@@ -74,10 +80,10 @@ class ResponsesRequest(SamplingFields):
 
     harmless = HARMLESS | {"include"}
 
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

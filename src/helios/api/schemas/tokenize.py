@@ -14,7 +14,7 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[JsonObject] | None = None
+    messages: Annotated[list[JsonObject], Field(fail_fast=True)] | None = None
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = Field(None, description="Accepted; these tokenizers add none.")
 
@@ -28,4 +28,4 @@ class DetokenizeRequest(RequestModel):
     """Token ids."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]
+    tokens: Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]

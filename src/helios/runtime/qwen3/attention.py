@@ -3,7 +3,7 @@
     attend(q [T, heads, head_dim], k_pages, v_pages [pages, 256, kv_heads, head_dim], plan) -> like q
 
 CUDA goes through ``torch.nn.attention.varlen.varlen_attn`` (FlashAttention-2 inside torch 2.13), which
-has wrong answers behind some of its arguments. :func:`_decode_cuda` and :func:`_prefill_cuda` are the
+has wrong answers behind some of its arguments. :func:`_decode_cuda` and :func:`prefill_attention` are the
 only callers and fix every one of them:
 
 * Decode rows and prefill rows are separate calls. Only ``max_q=1`` with ``window_size=(-1, -1)`` packs
@@ -67,7 +67,7 @@ def _paged_attention(
     decode, prefill = num_decode, page_table.shape[0] - num_decode
     if not prefill:
         return _decode_cuda(q, k_pages, v_pages, page_table, kv_lengths, max_kv)
-    out_prefill = _prefill_cuda(
+    out_prefill = prefill_attention(
         q[decode:],
         k_pages,
         v_pages,
@@ -146,7 +146,7 @@ def _decode_cuda(
     return out
 
 
-def _prefill_cuda(
+def prefill_attention(
     q: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
@@ -156,6 +156,7 @@ def _prefill_cuda(
     max_q: int,
     max_kv: int,
 ) -> torch.Tensor:
+    """Prefill rows on CUDA: ``q [T, heads, head_dim]``, row ``i`` from ``cu_q[i]`` to ``cu_q[i + 1]``."""
     from torch.nn.attention.varlen import varlen_attn
 
     out = varlen_attn(

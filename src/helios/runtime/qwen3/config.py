@@ -82,7 +82,9 @@ class ModelConfig:
             raise StartupError(f"{folder} has no config.json: it is not a model folder") from None
         except ValueError as error:
             raise StartupError(f"{path} is not valid JSON: {error}") from None
-        return cls.from_dict(raw)
+        if not isinstance(raw, dict):
+            raise StartupError(f"{path} is not a JSON object")
+        return cls.from_dict(cast(dict[str, Any], raw))
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> ModelConfig:
@@ -108,6 +110,9 @@ class ModelConfig:
             heads = int(raw["num_attention_heads"])
             hidden = int(raw["hidden_size"])
             max_position = int(raw["max_position_embeddings"])
+            rope = _rope_config(raw, max_position)
+            # Qwen's cards add YaRN to config.json and leave max_position_embeddings as it is.
+            max_position = max(max_position, int(rope.original_max_position * rope.factor))
             config = cls(
                 model_type=model_type,
                 vocab_size=int(raw["vocab_size"]),
@@ -122,11 +127,13 @@ class ModelConfig:
                 tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
                 qkv_bias=model_type == "qwen2" or bool(raw.get("attention_bias", False)),
                 qk_norm=model_type == "qwen3",
-                rope=_rope_config(raw, max_position),
+                rope=rope,
                 dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
             )
         except KeyError as error:
             raise StartupError(f"config.json lacks {error.args[0]}") from None
+        except (TypeError, ValueError) as error:
+            raise StartupError(f"config.json holds a value of the wrong kind: {error}") from None
         if raw.get("attention_bias") and model_type == "qwen3":
             raise StartupError("attention_bias=true is not supported for qwen3")
         if config.num_heads % config.num_kv_heads:

@@ -74,7 +74,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise StartupError(f"{index} is not a shard index: download it again") from None
         missing = [name for name in names if not (folder / name).exists()]
         if missing:
             raise StartupError(
@@ -105,7 +108,7 @@ def load_weights(model: Qwen3, folder: Path, progress: Progress | None = None) -
     expected = places(model.config)
     _check_headers(files, expected, model.config)
     parameters = dict(model.named_parameters())
-    total = sum(path.stat().st_size for path in files)
+    total = sum(_data_bytes(path) for path in files)
     done = 0
     for name, tensor in _tensors(files):
         place = expected.get(name)
@@ -166,6 +169,13 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 yield name, file.get_tensor(name)
+
+
+def _data_bytes(path: Path) -> int:
+    """Bytes of a file's tensors: all but the JSON header and the 8 bytes of its length."""
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    return path.stat().st_size - 8 - header
 
 
 def _open(path: Path) -> Any:

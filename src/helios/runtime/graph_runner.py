@@ -1,0 +1,466 @@
+"""The GPU's runner: ticks as replays of CUDA graphs.
+
+Two kinds of graph, captured at start for a ladder of sizes and padded up to:
+
+* **decode**: one token for each of R rows. The rows' state (position, page table, sampling parameters,
+  newest token) lives on the device and moves on inside the graph, so a tick with the rows of the last one
+  copies nothing to the device.
+* **mixed**: R decode rows beside up to T prompt tokens of a few prompts, from one packed copy.
+
+Sampling is a graph of its own behind either: without filters, or with. Rows that need more (penalties,
+bias, masks, log probabilities) leave the forward's graph as it is and are sampled by the plain sampler
+from the same logits. A tick that no graph holds runs the same kernels eagerly.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from helios.config import PAGE_SIZE
+from helios.kernels import sampling
+from helios.kernels.common import use_pdl
+from helios.kernels.decode_attention import DecodeWorkspace, default_config, num_columns, paged_decode
+from helios.kernels.linear import LinearTable
+from helios.kernels.step import begin_step, end_step
+from helios.runtime.engine import StepResult
+from helios.runtime.page_pool import DUMMY_PAGE
+from helios.runtime.policy import RowPlan
+from helios.runtime.qwen3.attention import prefill_attention
+from helios.runtime.qwen3.fused import Attend, FusedForward, TokenInputs
+from helios.runtime.request import Sequence
+from helios.runtime.runner import ForwardClock, ModelRunner, Pending, spread_logprobs
+from helios.runtime.sampler import SampledTokens, SamplingTensors, has_filter
+
+PREFILL_ROWS = 16  # prompts in one mixed graph
+PREFILL_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)  # prompt tokens in one mixed graph
+TUNED_ROWS = (1, 2, 4, 8, 16)
+
+
+def decode_ladder(max_rows: int) -> list[int]:
+    """Numbers of decode rows that are captured."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256]
+    sizes += list(range(320, max_rows + 1, 64))
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+def mixed_ladder(max_rows: int) -> list[int]:
+    """Numbers of decode rows in mixed graphs: few, since padding rows cost little beside a prompt."""
+    return sorted({size for size in (8, 32, 128) if size < max_rows} | {max_rows})
+
+
+class GraphPending(Pending):
+    """A forward of this runner: where in the sampled rows each sequence stands."""
+
+    places: list[int]
+    special: list[int]  # of ``sequences``: those that the plain sampler chooses for
+
+
+class GraphRunner(ModelRunner):
+    """A :class:`ModelRunner` whose forwards are graph replays. Call :meth:`prepare` once after building."""
+
+    def prepare(
+        self,
+        *,
+        tune_seconds: float,
+        max_prefill: int,
+        pdl: bool,
+        only_largest: bool = False,
+        report: Callable[[int, int], object] = lambda done, total: None,
+    ) -> None:
+        """Choose kernels by measurement and capture the graphs. ``max_prefill`` bounds the mixed ladder,
+        ``pdl`` allows programmatic dependent launch; ``only_largest`` captures just the graphs that decide
+        how much memory is needed."""
+        device, config = self.device, self.model.config
+        use_pdl(pdl, device)
+        self._linears = LinearTable(device)
+        self._fused = FusedForward(self.model, self.cache, self._linears)
+        self._decode_rows = decode_ladder(self.max_rows)
+        self._mixed_rows = mixed_ladder(self.max_rows)
+        self._prefill_tokens = [size for size in PREFILL_TOKENS if size <= max_prefill] or [PREFILL_TOKENS[0]]
+        if only_largest:
+            self._decode_rows, self._mixed_rows = self._decode_rows[-1:], self._mixed_rows[-1:]
+            self._prefill_tokens = self._prefill_tokens[-1:]
+        self._max_kv = self.max_pages * PAGE_SIZE
+        self._decode_config = default_config(device, config.head_dim)
+        multiprocessors = cast(int, torch.cuda.get_device_properties(device).multi_processor_count)
+        columns = num_columns(
+            self.max_rows, self._max_kv, config.num_kv_heads, multiprocessors, self._decode_config
+        )
+        group = config.num_heads // config.num_kv_heads
+        self._workspace = DecodeWorkspace(
+            device, self.max_rows, columns, config.num_kv_heads, group, config.head_dim
+        )
+        self._make_buffers()
+        self._fused.tune(TUNED_ROWS, tune_seconds)
+        self._capture_all(report)
+
+    def _make_buffers(self) -> None:
+        """Everything that graphs read from or write to at fixed addresses."""
+        device, most = self.device, self.max_rows + PREFILL_ROWS
+        tokens = self.max_rows + self._prefill_tokens[-1]
+        int32 = torch.int32
+        # Decode rows' state.
+        self._positions = torch.zeros(self.max_rows, dtype=int32, device=device)
+        self._table = torch.zeros(self.max_rows, self.max_pages, dtype=int32, device=device)
+        # Sampling: row ids (-1: not sampled), then the packed parameters.
+        self._sampling = torch.full((8, most), -1, dtype=int32, device=device)
+        self._logits = torch.zeros(
+            most, self.model.config.vocab_size, dtype=self.cache.data.dtype, device=device
+        )
+        self._out = torch.zeros(2, most, dtype=int32, device=device)
+        # Inputs of a decode forward, written inside its graph.
+        self._input_ids = torch.zeros(self.max_rows, dtype=torch.int64, device=device)
+        self._token_inputs = torch.zeros(3, self.max_rows, dtype=int32, device=device)
+        # Host side, two of each in turn: a copy may still be under way when the next tick is packed.
+        mixed = 3 * tokens + most * (self.max_pages + 2) + PREFILL_ROWS + 1
+        self._mixed_device = torch.zeros(mixed, dtype=int32, device=device)
+        sizes = (self.max_rows * (1 + self.max_pages), 8 * most, mixed, 2 * most)
+        self._host = [[torch.zeros(size, dtype=int32, pin_memory=True) for size in sizes] for _ in range(2)]
+        self._turn = 0
+        self._tables_of_rows = np.full((self.max_rows, self.max_pages), DUMMY_PAGE, dtype=np.int32)
+        self._steady: list[Sequence] = []  # whose state on the device is that of their next decode tick
+        self._pool = torch.cuda.graph_pool_handle()
+        self._decode_graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._mixed_graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._sampling_graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+
+    @property
+    def captured_batch_sizes(self) -> list[int]:
+        """Numbers of decode rows that have a graph of their own."""
+        return list(self._decode_rows)
+
+    # -- the engine's side ------------------------------------------------------------------------
+
+    def admit(self, sequence: Sequence) -> None:
+        super().admit(sequence)
+        if sequence.num_output_tokens:  # resumed: its newest token is known here only
+            self._last_tokens[sequence.row] = sequence.token_ids[-1]
+
+    def set_pages(self, sequence: Sequence) -> None:
+        table = sequence.page_table
+        self._tables_of_rows[sequence.row, : len(table)] = table
+
+    @torch.inference_mode()
+    def forward(self, rows: list[RowPlan], samplers: list[int]) -> Pending:
+        self._turn ^= 1
+        clock = ForwardClock(self.device)
+        wants_prompt = any(row.sequence.job.params.prompt_logprobs is not None for row in rows)
+        decoding = len(samplers) == len(rows) and all(
+            row.count == 1 and row.start >= row.sequence.num_prompt_tokens for row in rows
+        )
+        pending = GraphPending([rows[index] for index in samplers], None, clock)
+        if decoding and not wants_prompt:
+            places = self._decode(rows)
+        else:
+            self._steady = []
+            decode = sum(row.count == 1 for row in rows)
+            prompt_tokens = sum(row.count for row in rows[decode:])
+            fits = prompt_tokens <= self._prefill_tokens[-1]
+            if fits and len(rows) - decode <= PREFILL_ROWS and not wants_prompt:
+                places = self._replay_mixed(rows, decode, prompt_tokens)
+            else:
+                places = self._eager(rows, samplers, pending)
+        pending.places = places if decoding else [places[index] for index in samplers]
+        clock.stop()
+        return pending
+
+    @torch.inference_mode()
+    def sample(self, pending: object) -> None:
+        assert isinstance(pending, GraphPending)
+        sequences = pending.sequences
+        if not sequences:
+            return
+        any_filter = any(has_filter(sequence.job.params) for sequence in sequences)
+        self._sampling_graphs[self._sampled_rows, any_filter].replay()
+        pending.special = [i for i, sequence in enumerate(sequences) if _needs_plain_sampler(sequence)]
+        if pending.special:
+            self._sample_special(pending)
+        size = self._sampled_rows
+        host = self._host[self._turn][3][: 2 * size].view(2, size)
+        host.copy_(self._out[:, :size], non_blocking=True)
+        pending.hand_over_host(host)
+
+    def _sample_special(self, pending: GraphPending) -> None:
+        """Rows that need host data or edits: chosen again from the same logits, by the plain sampler."""
+        special = [pending.sequences[index] for index in pending.special]
+        places = torch.tensor([pending.places[index] for index in pending.special], device=self.device)
+        positions = [pending.positions[index] for index in pending.special]
+        sampled, pending.logprobs = self._sample(self._logits[places], special, positions)
+        self._out[0, places] = sampled.token_ids.int()
+        self._out[1, places] = sampled.finite.int()
+        row_ids = torch.tensor([sequence.row for sequence in special], device=self.device)
+        self._last_tokens[row_ids] = sampled.token_ids
+
+    def collect(self, pending: object) -> StepResult:
+        assert isinstance(pending, GraphPending)
+        token_ids, finite = pending.tokens()
+        prompt_logprobs = pending.prompt_lists()
+        if not pending.sequences:
+            return StepResult([], [], [], pending.clock.seconds(), prompt_logprobs)
+        logprobs = spread_logprobs(pending.logprobs, pending.sequences)
+        tokens = [token_ids[place] for place in pending.places]
+        sound = [finite[place] for place in pending.places]
+        return StepResult(tokens, sound, logprobs, pending.clock.seconds(), prompt_logprobs)
+
+    # -- forwards ---------------------------------------------------------------------------------
+
+    def _decode(self, rows: list[RowPlan]) -> list[int]:
+        """Replay a decode graph; its state is brought over only when the rows have changed."""
+        size = self._decode_rows[bisect_left(self._decode_rows, len(rows))]
+        sequences = [row.sequence for row in rows]
+        if sequences != self._steady:
+            self._steady = sequences
+            count = len(rows)
+            view = self._host[self._turn][0].numpy()
+            row_ids = [sequence.row for sequence in sequences]
+            view[:count] = [row.start for row in rows]
+            table = view[size : size * (1 + self.max_pages)].reshape(size, self.max_pages)
+            table[:count] = self._tables_of_rows[row_ids]
+            host = self._host[self._turn][0]
+            self._positions[:count].copy_(host[:count], non_blocking=True)
+            self._table[:count].copy_(
+                host[size : size + count * self.max_pages].view(count, self.max_pages), non_blocking=True
+            )
+            self._bring_sampling(sequences, [row.end for row in rows], range(count), size)
+        self._sampled_rows = size
+        self._decode_graphs[size].replay()
+        return list(range(len(rows)))
+
+    def _replay_mixed(self, rows: list[RowPlan], decode: int, prompt_tokens: int) -> list[int]:
+        """Pack a mixed tick into a graph's inputs and replay it. Returns the sampled row of each row."""
+        size = self._mixed_rows[bisect_left(self._mixed_rows, decode)]
+        tokens = self._prefill_tokens[bisect_left(self._prefill_tokens, prompt_tokens)]
+        host = self._host[self._turn][2]
+        parts = _MixedParts.of(host.numpy(), size, tokens, self.max_pages)
+        parts.fill(rows, decode, size, self._tables_of_rows)
+        self._mixed_device[: parts.total].copy_(host[: parts.total], non_blocking=True)
+        places = [*range(decode), *(size + index for index in range(len(rows) - decode))]
+        self._bring_sampling(
+            [row.sequence for row in rows], [row.end for row in rows], places, size + PREFILL_ROWS,
+            [row.end == len(row.sequence.token_ids) + row.sequence.num_pending_tokens for row in rows],
+        )  # fmt: skip
+        self._sampled_rows = size + PREFILL_ROWS
+        self._mixed_graphs[size, tokens].replay()
+        return places
+
+    def _eager(self, rows: list[RowPlan], samplers: list[int], pending: GraphPending) -> list[int]:
+        """The same kernels without a graph, for a tick that none holds."""
+        batch = self._packer.pack(rows, samplers, self._last_tokens)
+        plan = batch.attention
+        decode = plan.num_decode
+        inputs = TokenInputs(batch.input_ids, batch.positions.int(), batch.slots.int())
+        attend = self._attend(
+            decode, plan.page_table, plan.kv_lengths, plan.prefill_cu_q, plan.max_prefill_q, plan.max_kv
+        )
+        stream = self._fused.stream(inputs, attend)
+        stream.settle()
+        pending.prompt_logprobs = self._prompt_logprobs(
+            rows, lambda start, end: self._fused.logits(stream, torch.arange(start, end, device=self.device))
+        )
+        places = [-1] * len(rows)
+        for place, index in enumerate(samplers):
+            places[index] = place
+        if samplers:
+            logits = self._fused.logits(stream, batch.logit_rows)
+            self._logits[: len(samplers)] = logits
+            self._sampled_rows = next(size for size in self._sampling_sizes() if size >= len(samplers))
+            self._bring_sampling(
+                [rows[index].sequence for index in samplers], [rows[index].end for index in samplers],
+                range(len(samplers)), self._sampled_rows,
+            )  # fmt: skip
+        return places
+
+    def _attend(
+        self,
+        decode: int,
+        table: torch.Tensor,
+        kv_lengths: torch.Tensor,
+        cu_q: torch.Tensor | None,
+        max_q: int,
+        max_kv: int,
+    ) -> Attend:
+        """Attention of ``decode`` one-token rows and of the prefill rows behind them."""
+
+        def attend(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Tensor:
+            out: list[torch.Tensor] = []
+            if decode:
+                out.append(
+                    paged_decode(
+                        q[:decode], k_pages, v_pages, table[:decode], kv_lengths[:decode], self._max_kv,
+                        config=self._decode_config, workspace=self._workspace,
+                    )
+                )  # fmt: skip
+            if cu_q is not None and len(table) > decode:
+                out.append(
+                    prefill_attention(
+                        q[decode:], k_pages, v_pages, table[decode:], kv_lengths[decode:], cu_q, max_q, max_kv
+                    )
+                )
+            return out[0] if len(out) == 1 else torch.cat(out)
+
+        return attend
+
+    def _bring_sampling(
+        self,
+        sequences: list[Sequence],
+        positions: list[int],
+        places: list[int] | range,
+        size: int,
+        sampled: list[bool] | None = None,
+    ) -> None:
+        """Bring the sampling parameters of ``sequences`` to their ``places`` among ``size`` rows."""
+        most = self._sampling.shape[1]
+        host = self._host[self._turn][1]
+        view = host.numpy().reshape(8, most)
+        view[0, :size] = -1
+        view[1:, :size] = 0
+        where = list(places)
+        view[0, where] = [sequence.row for sequence in sequences]
+        if sampled is not None:
+            view[0, [place for place, wanted in zip(where, sampled, strict=True) if not wanted]] = -1
+        view[1:, where] = SamplingTensors.pack(sequences, positions)
+        self._sampling.copy_(host.view(8, most), non_blocking=True)
+
+    def _choose(self, logits: torch.Tensor, params: SamplingTensors) -> SampledTokens:
+        token_ids, finite = sampling.sample(logits, params.packed, self._vocabulary_size, params.any_filter)
+        return SampledTokens(token_ids, finite)
+
+    # -- capture ----------------------------------------------------------------------------------
+
+    def _sampling_sizes(self) -> list[int]:
+        return sorted({*self._decode_rows, *(size + PREFILL_ROWS for size in self._mixed_rows)})
+
+    def _capture_all(self, report: Callable[[int, int], object]) -> None:
+        """Largest first: the smaller graphs then fit into the memory of the larger ones."""
+        work: list[Callable[[], None]] = []
+        for size in reversed(self._mixed_rows):
+            for tokens in reversed(self._prefill_tokens):
+                work.append(lambda size=size, tokens=tokens: self._capture_mixed(size, tokens))
+        work += [lambda size=size: self._capture_decode(size) for size in reversed(self._decode_rows)]
+        for size in reversed(self._sampling_sizes()):
+            work += [lambda size=size, any=any: self._capture_sampling(size, any) for any in (False, True)]
+        for number, capture in enumerate(work, 1):
+            capture()
+            report(number, len(work))
+        # Captures ran on padding rows, whose state is rewritten whenever it is used.
+        self._steady = []
+
+    def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        with torch.inference_mode():
+            step()  # compiles and loads whatever is new: that must not happen while capturing
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                step()
+        return graph
+
+    def _capture_decode(self, size: int) -> None:
+        ids, inputs = self._input_ids[:size], self._token_inputs[:, :size]
+        table = self._table[:size]
+        kv_lengths = inputs[2]
+        attend = self._attend(size, table, kv_lengths, None, 0, 0)
+
+        def step() -> None:
+            begin_step(
+                self._sampling[0, :size], self._positions[:size], table, self._last_tokens, ids,
+                inputs[0], inputs[1], kv_lengths, PAGE_SIZE,
+            )  # fmt: skip
+            stream = self._fused.stream(TokenInputs(ids, inputs[0], inputs[1]), attend)
+            self._fused.logits_into(self._logits[:size], stream)
+
+        self._decode_graphs[size] = self._capture(step)
+
+    def _capture_mixed(self, size: int, tokens: int) -> None:
+        parts = _MixedParts.of(self._mixed_device, size, tokens, self.max_pages)
+        parts.kv_lengths.fill_(1)
+        parts.cu_q.fill_(0)
+        attend = self._attend(size, parts.table, parts.kv_lengths, parts.cu_q, tokens, self._max_kv)
+
+        def step() -> None:
+            ids = parts.ids.long()
+            newest = self._last_tokens[(-1 - ids).clamp_(min=0)]
+            ids = torch.where(ids < 0, newest, ids)
+            stream = self._fused.stream(TokenInputs(ids, parts.positions, parts.slots), attend)
+            self._fused.logits_into(self._logits[: size + PREFILL_ROWS], stream, parts.logit_rows)
+
+        self._mixed_graphs[size, tokens] = self._capture(step)
+
+    def _capture_sampling(self, size: int, any_filter: bool) -> None:
+        row_ids, packed = self._sampling[0, :size], self._sampling[1:, :size]
+
+        def step() -> None:
+            token_ids, finite = sampling.sample(
+                self._logits[:size], packed, self._vocabulary_size, any_filter
+            )
+            end_step(row_ids, token_ids, finite, packed, self._last_tokens, self._out[:, :size])
+
+        self._sampling_graphs[size, any_filter] = self._capture(step)
+
+
+@dataclass(frozen=True, slots=True)
+class _MixedParts:
+    """The inputs of a mixed graph, parts of one int32 buffer: a numpy array on the host, where they are
+    filled in, or a tensor on the device."""
+
+    ids: Any  # [R + T]; -1 - batch row where the token is still on the device
+    positions: Any  # [R + T]
+    slots: Any  # [R + T]
+    kv_lengths: Any  # [R + PREFILL_ROWS]
+    cu_q: Any  # [PREFILL_ROWS + 1]
+    logit_rows: Any  # [R + PREFILL_ROWS]
+    table: Any  # [R + PREFILL_ROWS, pages]
+    total: int
+
+    @staticmethod
+    def of(buffer: Any, decode_rows: int, prefill_tokens: int, pages: int) -> _MixedParts:
+        """Cut ``buffer`` for a graph of ``decode_rows`` and ``prefill_tokens``."""
+        tokens, rows = decode_rows + prefill_tokens, decode_rows + PREFILL_ROWS
+        parts: list[Any] = []
+        at = 0
+        for size in (tokens, tokens, tokens, rows, PREFILL_ROWS + 1, rows, rows * pages):
+            parts.append(buffer[at : at + size])
+            at += size
+        parts[-1] = parts[-1].reshape(rows, pages)
+        return _MixedParts(*parts, total=at)
+
+    def fill(self, rows: list[RowPlan], decode: int, size: int, tables: np.ndarray) -> None:
+        """Write ``rows``, of which the first ``decode`` bring one token, into a graph of ``size`` decode
+        rows. Padding tokens write to the dummy page; padding rows read one of its tokens, or none."""
+        self.ids[:] = self.positions[:] = self.slots[:] = self.table[:] = 0
+        self.kv_lengths[:] = 1
+        self.cu_q[:] = 0
+        self.logit_rows[:] = 0
+        at = size
+        for index, row in enumerate(rows):
+            sequence, start, end = row.sequence, row.start, row.end
+            prompt = index - decode
+            place = index if prompt < 0 else size + prompt
+            first = index if prompt < 0 else at
+            last = first + row.count
+            known = sequence.token_ids[start:end]
+            self.ids[first:last] = known if len(known) == row.count else [-1 - sequence.row]
+            where = np.arange(start, end, dtype=np.int32)
+            self.positions[first:last] = where
+            table = tables[sequence.row]
+            if start < sequence.num_sealed_blocks * PAGE_SIZE:
+                pass  # the last token of a fully cached prompt: its shared page holds it, the dummy page takes it
+            else:
+                self.slots[first:last] = table[where // PAGE_SIZE] * PAGE_SIZE + where % PAGE_SIZE
+            used = (end + PAGE_SIZE - 1) // PAGE_SIZE
+            self.table[place, :used] = table[:used]
+            self.kv_lengths[place] = end
+            self.logit_rows[place] = last - 1
+            if prompt >= 0:
+                self.cu_q[prompt + 1 :] = last - size
+                at = last
+
+
+def _needs_plain_sampler(sequence: Sequence) -> bool:
+    params = sequence.job.params
+    return params.needs_logit_edits or params.logprobs is not None or bool(sequence.forced)

@@ -1,0 +1,135 @@
+"""The same forward as :class:`Qwen3` in about half the kernels, for CUDA graphs.
+
+Per layer: norm · qkv · {q/k norm, rotation, KV write} · attention · o (+ residual) · norm · gate and up
+(SiLU, product) · down (+ residual). The plain model stays the reference; the tests compare the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from helios.kernels.activation import silu_mul
+from helios.kernels.linear import LinearTable
+from helios.kernels.norm import add_rms_norm
+from helios.kernels.qkv import qk_norm_rope_write
+from helios.runtime.qwen3.kv_cache import KVCache
+from helios.runtime.qwen3.layers import DecoderLayer
+from helios.runtime.qwen3.model import Qwen3
+
+# (q [T, heads, head_dim], k_pages, v_pages) -> like q
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputs:
+    """What the layers read of each token: ``[T]`` int64 ids, int32 positions and slots."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+
+
+@dataclass(slots=True)
+class Stream:
+    """The residual stream ``[T, hidden]``, and a projection that has yet to be added to it."""
+
+    value: torch.Tensor
+    addend: torch.Tensor | None = None
+
+    def norm(self, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Add what is to be added, in place, and return the norm."""
+        if self.addend is None:
+            return add_rms_norm(self.value, None, weight, eps)[0]
+        normed, _ = add_rms_norm(self.addend, self.value, weight, eps)
+        self.addend = None
+        return normed
+
+    def settle(self) -> None:
+        """Add what is to be added now."""
+        if self.addend is not None:
+            self.value.add_(self.addend)
+            self.addend = None
+
+    def select(self, rows: torch.Tensor) -> Stream:
+        """The stream of some tokens."""
+        return Stream(self.value[rows], None if self.addend is None else self.addend[rows])
+
+
+class FusedForward:
+    """Runs a model's layers with fused kernels. ``linears`` picks the linear for few rows."""
+
+    def __init__(self, model: Qwen3, cache: KVCache, linears: LinearTable) -> None:
+        self.model = model
+        self._cache = cache
+        self._linears = linears
+        self._layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
+
+    def stream(self, inputs: TokenInputs, attend: Attend) -> Stream:
+        """The residual stream ``[T, hidden]`` after the last layer."""
+        model, linear = self.model, self._linears
+        eps = model.config.rms_norm_eps
+        stream = Stream(F.embedding(inputs.input_ids, model.embed_tokens))
+        for index, layer in enumerate(self._layers):
+            attention, mlp = layer.attention, layer.mlp
+            k_pages, v_pages = self._cache.layer(index)
+            qkv = linear(
+                stream.norm(layer.input_norm, eps), attention.qkv_proj.weight, attention.qkv_proj.bias
+            )
+            norm = attention.qk_norm if model.config.qk_norm else None
+            q = qk_norm_rope_write(
+                qkv, norm, eps, model.rope, inputs.positions, inputs.slots, k_pages, v_pages
+            )
+            self._add(stream, attend(q, k_pages, v_pages).flatten(1), attention.o_proj.weight)
+            inner = self._gated(stream.norm(layer.post_attention_norm, eps), mlp.gate_up_proj.weight)
+            self._add(stream, inner, mlp.down_proj.weight)
+        return stream
+
+    def _add(self, stream: Stream, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """Add a projection of ``x`` to the stream: in its own kernel, or later in the next norm's."""
+        if self._linears.choose(weight.shape[0], weight.shape[1], x.shape[0]).kind == "torch":
+            stream.addend = F.linear(x, weight)
+        else:
+            stream.value = self._linears(x, weight, residual=stream.value)
+
+    def _gated(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        variant = self._linears.choose(weight.shape[0], weight.shape[1], x.shape[0])
+        if variant.kind == "gemv":
+            return self._linears(x, weight, gated=True)
+        return silu_mul(self._linears(x, weight))
+
+    def logits(self, stream: Stream, rows: torch.Tensor) -> torch.Tensor:
+        """Logits ``[rows, vocab]`` of some tokens."""
+        model = self.model
+        return self._linears(stream.select(rows).norm(model.norm, model.config.rms_norm_eps), self._head)
+
+    def logits_into(self, out: torch.Tensor, stream: Stream, rows: torch.Tensor | None = None) -> None:
+        """Write the logits of all tokens, or of ``rows``, to ``out``, for a captured graph."""
+        model, head = self.model, self._head
+        if rows is not None:
+            stream = stream.select(rows)
+        normed = stream.norm(model.norm, model.config.rms_norm_eps)
+        if self._linears.choose(head.shape[0], head.shape[1], normed.shape[0]).kind == "torch":
+            torch.mm(normed, head.t(), out=out)
+        else:
+            out.copy_(self._linears(normed, head))
+
+    @property
+    def _head(self) -> torch.Tensor:
+        model = self.model
+        return model.embed_tokens if model.config.tie_word_embeddings else model.lm_head
+
+    def tune(self, rows: tuple[int, ...], budget_seconds: float) -> None:
+        """Choose the linears for few rows by measurement."""
+        layers = self._layers
+        weights: dict[str, list[torch.Tensor]] = {
+            "qkv": [layer.attention.qkv_proj.weight for layer in layers],
+            "o": [layer.attention.o_proj.weight for layer in layers],
+            "gate_up": [layer.mlp.gate_up_proj.weight for layer in layers],
+            "down": [layer.mlp.down_proj.weight for layer in layers],
+            "head": [self._head],
+        }
+        self._linears.tune(weights, rows=rows, budget_s=budget_seconds)

@@ -1,0 +1,56 @@
+"""Small random checkpoints without transformers: files with the right names and shapes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from helios.runtime.qwen3.config import ModelConfig
+from helios.runtime.qwen3.weights import places
+
+TINY: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 258,  # <|im_end|> of the tests' byte tokenizer
+}
+
+
+def random_tensors(raw: dict[str, Any], scale: float = 0.15) -> dict[str, torch.Tensor]:
+    """A value for every tensor that a checkpoint of this config has."""
+    generator = torch.Generator().manual_seed(3)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, place in places(ModelConfig.from_dict(raw)).items():
+        values = torch.randn(place.shape, generator=generator) * scale
+        tensors[name] = values + 1 if "norm" in name else values
+    return tensors
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], raw: dict[str, Any], shards: int = 1) -> None:
+    """Write config.json and the tensors, in one file or in ``shards`` with an index."""
+    (folder / "config.json").write_text(json.dumps(raw))
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    names = sorted(tensors)
+    for number in range(shards):
+        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        part = names[number::shards]
+        save_file({name: tensors[name] for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
