@@ -80,7 +80,8 @@ def env_example() -> str:
 def summary(path: Path) -> str:
     """The first line of a module's docstring, without its full stop."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return text.split("\n\n")[0].replace("\n", " ").rstrip(".").replace("``", "")
+    line = text.split("\n\n")[0].replace("\n", " ").rstrip(".").replace("``", "")
+    return re.sub(r":\w+:`([^`]*)`", r"\1", line)
 
 
 def file_list() -> str:
@@ -102,12 +103,12 @@ def file_list() -> str:
 
 def replaced(text: str, name: str, content: str) -> str:
     """`text` with what stands between the markers of `name` replaced."""
-    start, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
+    start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
     head, opened, rest = text.partition(start)
     _, closed, tail = rest.partition(end)
     if not opened or not closed:
         raise ValueError(f"README.md has no markers for {name}")
-    return head + start + content + end + tail
+    return head + start + content + "\n" + end + tail
 
 
 def documents() -> dict[Path, str]:

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from helios.runtime.qwen3.config import ModelConfig
 from helios.runtime.qwen3.weights import places
+from tests.conftest import byte_tokenizer
 
 TINY: dict[str, Any] = {
     "model_type": "qwen3",
@@ -54,3 +55,21 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], raw: dict[str, Any], s
         weight_map |= dict.fromkeys(part, file)
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def write_model_folder(folder: Path, raw: dict[str, Any] | None = None) -> Path:
+    """A folder that can be served: random weights, the tests' byte tokenizer and a short chat template."""
+    raw = TINY if raw is None else raw
+    folder.mkdir(exist_ok=True)
+    write(folder, random_tensors(raw), raw)
+    byte_tokenizer(raw["vocab_size"]).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 256]}))
+    return folder

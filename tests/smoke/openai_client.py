@@ -75,8 +75,8 @@ def questions(check: Check) -> None:
     again = check.ask(("user", long))
     cached = again.usage.prompt_tokens_details.cached_tokens
     check.expect("the same from cached pages", lambda _: cached >= 1024, f"{cached} cached tokens")
-    shouted = check.text(("system", "Answer in capital letters only."), ("user", "Repeat: good day"))
-    check.expect("a system prompt", equals("GOOD DAY"), shouted)
+    named = check.text(("system", "Your name is Marlen."), ("user", "What is your name?"))
+    check.expect("a system prompt", equals("My name is Marlen."), named)
 
 
 def tools_and_json(check: Check) -> None:
@@ -93,7 +93,7 @@ def tools_and_json(check: Check) -> None:
 
 def many_at_once(check: Check) -> None:
     """Eight clients, each with sums of its own."""
-    pairs = [(10 + 3 * index, 20 + 7 * index) for index in range(16)]
+    pairs = [(10 + 3 * index, 20 + 5 * index) for index in range(16)]
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda p: check.text(("user", f"What is {p[0]} + {p[1]}?")), pairs))
     wrong = [text for (a, b), text in zip(pairs, answers, strict=True) if text != f"{a} + {b} = {a + b}"]

@@ -132,10 +132,15 @@ def warm_up(
     ``report(done, all)`` is called after each stage.
     """
     chunk = min(limits.prefill_chunk_size, (engine.config.num_pages - 1) * PAGE_SIZE - DECODE_STEPS)
+
+    def full_tick() -> None:
+        engine.prefix_cache.clear()  # a hit would make the tick smaller
+        _run(engine, [chunk])
+
     stages: list[Callable[[], None]] = [
         lambda: _run(engine, [PAGE_SIZE + 1]),  # cold prefill over a page border
         lambda: _run(engine, [PAGE_SIZE + 1]),  # the same again: prefix restoration
-        lambda: _run(engine, [max(1, min(chunk, engine.config.max_model_len - DECODE_STEPS))]),
+        full_tick,
     ]
     warmed: list[int] = []
     for bucket in buckets:
@@ -152,15 +157,18 @@ def warm_up(
         report(number, len(stages))
     engine_log.setLevel(level)
     engine.prefix_cache.clear()
-    engine.prefix_cache.query_tokens = engine.prefix_cache.hit_tokens = 0
+    cache = engine.prefix_cache
+    cache.query_tokens = cache.hit_tokens = cache.evictions = cache.expirations = 0
     engine.num_ticks = engine.num_finished_jobs = 0
     engine.check_integrity()
     return warmed
 
 
 def _run(engine: Engine, prompt_lengths: list[int]) -> None:
-    """Serve one batch of made-up prompts to the end; half of the rows sample, half are greedy."""
-    for index, length in enumerate(prompt_lengths):
+    """Serve one batch of made-up prompts, cut to the context, to the end; half of the rows sample, half are
+    greedy."""
+    longest = engine.config.max_model_len - DECODE_STEPS
+    for index, length in enumerate(min(length, longest) for length in prompt_lengths):
         params = SamplingParams(
             max_tokens=DECODE_STEPS, ignore_eos=True, temperature=float(index % 2), top_p=0.9, seed=index
         )
