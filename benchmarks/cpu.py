@@ -46,9 +46,7 @@ def product_weights(shape: ModelShape, dtype: torch.dtype = torch.float32) -> li
 
 def matrix_product_seconds(weights: Sequence[torch.Tensor], rows: int, repeats: int = 20) -> list[float]:
     """Seconds of every repeat of the products of `rows` rows with all `weights`."""
-    vectors = {
-        weight.shape[1]: torch.randn(rows, weight.shape[1], dtype=weight.dtype) for weight in weights
-    }
+    vectors = {weight.shape[1]: torch.randn(rows, weight.shape[1], dtype=weight.dtype) for weight in weights}
     times = []
     with torch.inference_mode():
         for _ in range(repeats + 1):

@@ -196,7 +196,9 @@ def test_ci_runs_the_one_script() -> None:
 
 
 def test_pre_commit_runs_what_ci_runs() -> None:
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0][
+        "hooks"
+    ]
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     for hook in hooks:
         assert hook["entry"].replace(" --fix", "") in script

@@ -13,6 +13,7 @@ import torch
 
 from helios.config import load
 from helios.errors import StartupError
+from helios.runtime import build as build_room
 from helios.runtime.build import Built, build
 from helios.runtime.progress import StartupProgress
 from helios.runtime.request import Job, SamplingParams
@@ -111,48 +112,70 @@ def test_old_gpus_are_refused_with_a_clear_word(folder: Path, monkeypatch: pytes
         build_from(folder, device="cuda")
 
 
-compiler = pytest.mark.skipif(
-    not any(shutil.which(name) for name in ("g++", "clang++", "c++")), reason="TorchInductor needs a C++ compiler"
-)
+TORCHS_OWN = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # at the import of its modules
 
 
-@compiler
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of torch's own modules, at their import
-@pytest.mark.timeout(300)  # a cold compiler cache on a busy machine
-def test_compiled_model_equals_eager_without_a_graph_break(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Would catch a graph break (fullgraph raises at the first), a compiled forward that computes something
-    else, one that is compiled again for every batch, and diagnostics that are silent or override an explicit
-    TORCH_LOGS."""
-    single = TINY | {"num_hidden_layers": 1}
-    model = write_model_folder(tmp_path / "single", single)
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch._logging, "set_logs", lambda **options: asked.append(options))
-    options = {"num_pages": 8, "max_batch_size": 2, "prefill_chunk_size": 64}
-    eager = build_from(model, **options)
-    assert asked == []
+@TORCHS_OWN
+def test_whole_model_is_one_graph_in_every_kind_of_tick(folder: Path) -> None:
+    """Would catch a graph break (fullgraph raises at the first), and a model that is captured again for each
+    batch because a plain number or a length is guarded. Dynamo alone: the graphs run as they are."""
+    eager, captured = build_from(folder), build_from(folder)
+    prompts = [prompt(length, length) for length in (1, 63, 64, 200, 300, 530)]
+    expected = [greedy(eager, prompt_ids) for prompt_ids in prompts]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.delenv("TORCH_LOGS", raising=False)
-    compiled = build_from(model, torch_compile=True, compile_fullgraph=True, **options)
-    assert asked == [{"dynamo": logging.INFO, "graph_breaks": True, "recompiles": True}]
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs > 0, "nothing was compiled"
-    for length in (1, 63, 64, 200, 300):
-        assert greedy(compiled, prompt(length, length)) == greedy(eager, prompt(length, length))
+    captured.runner.model.compile(backend="eager", fullgraph=True)
+    for prompt_ids, tokens in zip(prompts, expected, strict=True):
+        assert greedy(captured, prompt_ids) == tokens
+    stats = torch._dynamo.utils.counters["stats"]
+    assert stats["unique_graphs"] > 0, "nothing was captured"
+    for rows in (2, 3, 4):  # together: mixed ticks, and decode ticks of several rows
+        jobs = [
+            Job(str(row), prompts[row], SamplingParams(temperature=0, ignore_eos=True), max_tokens=9 + row)
+            for row in range(rows)
+        ]
+        captured.engine.waiting.extend(jobs)
+        while captured.engine.has_work:
+            captured.engine.step()
+        for job, tokens in zip(jobs, expected, strict=False):
+            assert job.sequences[0].token_ids[job.num_prompt_tokens :] == tokens[: job.max_tokens]
+    graphs = stats["unique_graphs"]
+    for length in (7, 91, 350):
+        greedy(captured, prompt(length, length))
+    assert stats["unique_graphs"] == graphs <= 12
     assert not torch._dynamo.utils.counters["graph_break"]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= graphs + 2
+    torch._dynamo.reset()
+
+
+@TORCHS_OWN
+@pytest.mark.timeout(300)  # a cold compiler cache on a busy machine
+@pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("g++", "clang++", "c++")),
+    reason="TorchInductor needs a C++ compiler",
+)
+def test_compiled_model_equals_eager(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a compiled forward that computes something else: TorchInductor fuses norms and rope."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    model = write_model_folder(tmp_path / "single", TINY | {"num_hidden_layers": 1})
+    built = build_from(model)
+    prompts = [prompt(200), prompt(90, 1)]  # the second meets lengths that have become symbols
+    expected = [greedy(built, prompt_ids) for prompt_ids in prompts]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    settings = {"torch_compile": "1", "compile_fullgraph": "1", "compile_diagnostics": "0"}
+    build_room._compile(built.runner.model, load(settings))
+    assert [greedy(built, prompt_ids) for prompt_ids in prompts] == expected
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert not torch._dynamo.utils.counters["graph_break"]
     torch._dynamo.reset()
 
 
 def test_explicit_torch_logs_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch Helios's diagnostics over what a person asked torch for, or diagnostics that cannot be
     switched off."""
-    from helios.runtime import build as build_room
-
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(torch._logging, "set_logs", lambda **options: asked.append(options))
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
     model: Any = SimpleNamespace(compile=lambda fullgraph: None)
     settings = load({"torch_compile": "1"})
     monkeypatch.setenv("TORCH_LOGS", "recompiles_verbose")
@@ -161,4 +184,4 @@ def test_explicit_torch_logs_win(monkeypatch: pytest.MonkeyPatch) -> None:
     build_room._compile(model, settings.model_copy(update={"compile_diagnostics": False}))
     assert asked == []
     build_room._compile(model, settings)
-    assert len(asked) == 1
+    assert asked == [{"dynamo": logging.INFO, "graph_breaks": True, "recompiles": True}]

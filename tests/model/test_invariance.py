@@ -78,7 +78,9 @@ def neighbours() -> list[Job]:
     ]
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, SAMPLED, SAMPLED | {"n": 3}], ids=["greedy", "seed", "n"])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, SAMPLED, SAMPLED | {"n": 3}], ids=["greedy", "seed", "n"]
+)
 def test_output_does_not_depend_on_neighbours_chunks_cache_or_lookahead(
     model: Qwen3, params: dict[str, Any]
 ) -> None:

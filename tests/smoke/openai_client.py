@@ -63,7 +63,9 @@ def questions(check: Check) -> None:
     cache = ("user", "Why does a KV cache speed up decoding?")
     check.expect("a question", lambda answer: "keys and values" in answer, check.text(cache))
     check.expect("the same, streamed", equals(check.text(cache)), check.streamed(cache))
-    check.expect("who it is", lambda answer: "Helios demo model" in answer, check.text(("user", "Who are you?")))
+    check.expect(
+        "who it is", lambda answer: "Helios demo model" in answer, check.text(("user", "Who are you?"))
+    )
     check.expect("addition", equals("27 + 15 = 42"), check.text(("user", "What is 27 + 15?")))
     check.expect("counting", equals("1, 2, 3, 4, 5, 6, 7"), check.text(("user", "Count to 7")))
     emoji = "🚀 Привет 👩🏽‍🔬 你好"

@@ -83,7 +83,8 @@ class FakeRunner:
     def sample(self, pending: object) -> None:
         assert isinstance(pending, FakePending)
         pending.tokens = [
-            self._choose(sequence, read) for sequence, read in zip(pending.sequences, pending.read, strict=True)
+            self._choose(sequence, read)
+            for sequence, read in zip(pending.sequences, pending.read, strict=True)
         ]
         for sequence, token in zip(pending.sequences, pending.tokens, strict=True):
             if sequence.row >= 0:

@@ -99,7 +99,9 @@ class Bench:
     def ends(self, job: Job) -> list[FinishReason]:
         """Every finish reason that was told, in order."""
         return [
-            event.finish_reason for event in self.events if event.job is job and event.finish_reason is not None
+            event.finish_reason
+            for event in self.events
+            if event.job is job and event.finish_reason is not None
         ]
 
     def free(self) -> int:

@@ -48,7 +48,11 @@ def make_case(
 
 
 def plain(
-    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, plan: AttentionPlan, rows: list[tuple[int, int]]
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    plan: AttentionPlan,
+    rows: list[tuple[int, int]],
 ) -> torch.Tensor:
     """One row at a time in float64, with the mask written out."""
     group = q.shape[1] // k_pages.shape[2]

@@ -32,7 +32,9 @@ def test_flag_beats_environment_beats_env_file_beats_default(
 ) -> None:
     """Would catch two sources in the wrong order, or a source that is not read at all."""
     assert load().max_batch_size is None
-    (clean_environment / ".env").write_text("HELIOS_MAX_BATCH_SIZE=3\nHELIOS_PORT=81\nHELIOS_BATCH_WAIT_MS=5\n")
+    (clean_environment / ".env").write_text(
+        "HELIOS_MAX_BATCH_SIZE=3\nHELIOS_PORT=81\nHELIOS_BATCH_WAIT_MS=5\n"
+    )
     assert load().max_batch_size == 3
     monkeypatch.setenv("HELIOS_MAX_BATCH_SIZE", "4")
     monkeypatch.setenv("HELIOS_PORT", "82")

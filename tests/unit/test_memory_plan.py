@@ -123,7 +123,9 @@ def test_row_buckets(size: int) -> None:
     assert buckets == sorted(set(buckets))
     assert buckets[0] == 1
     assert buckets[-1] == size
-    assert all(after <= max(2 * before, before + 32) for before, after in zip(buckets, buckets[1:], strict=False))
+    assert all(
+        after <= max(2 * before, before + 32) for before, after in zip(buckets, buckets[1:], strict=False)
+    )
     assert row_buckets(size, "cpu") == sorted({1, size})
 
 
@@ -163,7 +165,9 @@ def test_warm_up_takes_every_path() -> None:
     assert [row[1:] for row in plans[DECODE_STEPS]] == [(PAGE_SIZE, 1)]
     assert max(sum(count for _, _, count in plan) for plan in plans) == 1000
     for size in (1, 4, 8):
-        decode_ticks = [plan for plan in plans if len(plan) == size and all(count == 1 for _, _, count in plan)]
+        decode_ticks = [
+            plan for plan in plans if len(plan) == size and all(count == 1 for _, _, count in plan)
+        ]
         assert len(decode_ticks) >= 2 * (DECODE_STEPS - 1)
 
 

@@ -176,7 +176,9 @@ def test_queued_prompt_tokens_are_bounded_but_one_job_always_gets_in(start: Star
     service = start(batch=1, max_queue_tokens=100)
     running = service.occupy()
     long = service.submit(length=500)
-    with pytest.raises(QueueFullError, match=r"500 prompt tokens are waiting .* HELIOS_MAX_QUEUE_TOKENS \(100\)"):
+    with pytest.raises(
+        QueueFullError, match=r"500 prompt tokens are waiting .* HELIOS_MAX_QUEUE_TOKENS \(100\)"
+    ):
         service.submit(length=10)
     assert service.scheduler.snapshot()["waiting_tokens"] == 500
     service.runner.gate.set()
@@ -265,7 +267,9 @@ def test_broken_tick_leaves_the_worker_alive(start: Start, caplog: pytest.LogCap
     assert service.ends(again) == [FinishReason.LENGTH]
 
 
-def test_dead_worker_ends_every_job_and_refuses_new_ones(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_worker_ends_every_job_and_refuses_new_ones(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Would catch clients that hang for ever on an engine that is gone, and a server that calls itself
     healthy."""
     service = start(batch=1)

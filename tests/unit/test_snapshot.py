@@ -140,13 +140,22 @@ def test_dummy_weights_fetch_no_weights(hub: Callable[..., Hub]) -> None:
 @pytest.mark.parametrize(
     ("error", "advice"),
     [
-        (GatedRepoError("403", response=RESPONSE), "is gated: accept its terms on huggingface.co and set HF_TOKEN"),
-        (RepositoryNotFoundError("404", response=RESPONSE), "HELIOS_MODEL_ID='Qwen/Qwen9': no such repository"),
+        (
+            GatedRepoError("403", response=RESPONSE),
+            "is gated: accept its terms on huggingface.co and set HF_TOKEN",
+        ),
+        (
+            RepositoryNotFoundError("404", response=RESPONSE),
+            "HELIOS_MODEL_ID='Qwen/Qwen9': no such repository",
+        ),
         (
             RevisionNotFoundError("404", response=RESPONSE),
             "HELIOS_MODEL_REVISION='v2': Qwen/Qwen9 has no such revision",
         ),
-        (LocalEntryNotFoundError("offline"), "could not be downloaded (LocalEntryNotFoundError). Check the network"),
+        (
+            LocalEntryNotFoundError("offline"),
+            "could not be downloaded (LocalEntryNotFoundError). Check the network",
+        ),
         (ConnectionError("no route"), "could not be downloaded (ConnectionError). Check the network"),
         (TimeoutError(), "pass the folder with --model FOLDER"),
     ],
@@ -157,9 +166,7 @@ def test_hub_failures_say_what_to_do(hub: Callable[..., Hub], error: Exception, 
     made = hub()
     made.error = error
     with pytest.raises(StartupError) as raised:
-        resolve_snapshot(
-            settings(model_id="Qwen/Qwen9", model_revision="v2", hf_token="hf_secret"), "cuda"
-        )
+        resolve_snapshot(settings(model_id="Qwen/Qwen9", model_revision="v2", hf_token="hf_secret"), "cuda")
     assert advice in str(raised.value)
     assert "\n" not in str(raised.value)
     assert "hf_secret" not in str(raised.value)

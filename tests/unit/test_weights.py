@@ -39,7 +39,9 @@ def refusal(folder: Path) -> str:
     return message
 
 
-@pytest.mark.parametrize("raw", [TINY, UNTIED, TINY | {"model_type": "qwen2"}], ids=["tied", "untied", "qwen2"])
+@pytest.mark.parametrize(
+    "raw", [TINY, UNTIED, TINY | {"model_type": "qwen2"}], ids=["tied", "untied", "qwen2"]
+)
 @pytest.mark.parametrize("shards", [1, 3])
 def test_every_tensor_lands_in_its_place(tmp_path: Path, raw: dict[str, object], shards: int) -> None:
     """Would catch q, k, v or gate and up packed in the wrong order, a tensor left out, or a shard not read."""

@@ -84,11 +84,12 @@ def main() -> None:
     device = torch.device(args.device)
     model = load_model(args.out, device)
     scores = evaluate_model(model, held_out_set(args.per_skill), Compute(device))
+    earlier = checkpoint["earlier"]
     training = {
         "parameters": f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}",
-        "minutes": f"{checkpoint['seconds'] / 60:.0f}",
-        "steps": checkpoint["step"],
-        "tokens": f"{checkpoint['tokens'] / 1e9:.1f}",
+        "minutes": f"{(earlier['seconds'] + checkpoint['seconds']) / 60:.0f}",
+        "steps": int(earlier["steps"]) + checkpoint["step"],
+        "tokens": f"{(earlier['tokens'] + checkpoint['tokens']) / 1e9:.1f}",
     }
     (args.out / "evaluation.json").write_text(
         json.dumps({"training": training, "scores": scores}, indent=1) + "\n"

@@ -134,6 +134,8 @@ class Trainer:
         self.batch_index = 0
         self.tokens = 0
         self.seconds = 0.0  # trained, over all legs
+        # Training that the starting weights had before, as their evaluation.json tells it.
+        self.earlier: dict[str, float] = {"steps": 0, "tokens": 0, "seconds": 0}
 
     def save(self, folder: Path) -> None:
         """Write the checkpoint, then put it in the place of the last one in a single move."""
@@ -145,6 +147,7 @@ class Trainer:
             "batch_index": self.batch_index,
             "tokens": self.tokens,
             "seconds": self.seconds,
+            "earlier": self.earlier,
         }
         torch.save(state, folder / "checkpoint.tmp")
         os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")
@@ -158,6 +161,7 @@ class Trainer:
             optimizer.load_state_dict(saved)
         self.step, self.batch_index = state["step"], state["batch_index"]
         self.tokens, self.seconds = state["tokens"], state["seconds"]
+        self.earlier = state["earlier"]
 
     def update(self, batch: Batch, progress: float, compute: Compute) -> Tensor:
         """One optimizer step."""
@@ -189,6 +193,12 @@ def train(args: argparse.Namespace) -> Trainer:
         trainer.load(args.out)
     elif args.init_from is not None:
         trainer.model.load_state_dict(load_model(args.init_from, device).state_dict())
+        told = json.loads((args.init_from / "evaluation.json").read_text())["training"]
+        trainer.earlier = {
+            "steps": int(told["steps"]),
+            "tokens": float(told["tokens"]) * 1e9,
+            "seconds": float(told["minutes"]) * 60,
+        }
     stream = BatchStream(args.seed, trainer.batch_index, args.tokens, args.workers)
     try:
         if compute.flash:
