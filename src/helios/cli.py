@@ -58,6 +58,7 @@ def _info(settings: Settings) -> int:
         "max_batch_size": limits.max_batch_size,
         "prefill_chunk_size": limits.prefill_chunk_size,
         "max_queue_size": limits.max_queue_size,
+        "batch_wait_ms": limits.batch_wait_ms,
     }
     for name in Settings.model_fields:
         value = getattr(settings, name)

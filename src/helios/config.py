@@ -101,8 +101,12 @@ class Settings(BaseSettings):
     max_queue_tokens: int | None = _flag(
         None, "Most prompt tokens waiting in the queue; more get HTTP 503. Default: no limit.", ge=1
     )
-    batch_wait_ms: float = _flag(
-        2.0, "How long an idle engine waits after a first request for others to join.", ge=0, le=1000
+    batch_wait_ms: float | None = _flag(
+        None,
+        "How long an idle engine waits after a first request for others to join. Default: 2 on small devices, "
+        "where a prompt that comes late waits for a whole tick, 0 on large ones.",
+        ge=0,
+        le=1000,
     )
     prefill_age_ms: float = _flag(
         100.0, "A prompt that waited this long takes the next chunk before any other.", ge=0
@@ -119,8 +123,12 @@ class Settings(BaseSettings):
     )
 
     # Speed on a GPU; each can be switched off, and the plain path stays
-    cuda_graphs: bool = _flag(True, "Replay captured CUDA graphs of fused kernels instead of running operators.")
-    lookahead: bool = _flag(True, "Launch a tick before the last one's tokens are read back. Needs cuda_graphs.")
+    cuda_graphs: bool = _flag(
+        True, "Replay captured CUDA graphs of fused kernels instead of running operators."
+    )
+    lookahead: bool = _flag(
+        True, "Launch a tick before the last one's tokens are read back. Needs cuda_graphs."
+    )
     dependent_launch: bool = _flag(
         True, "Let a kernel's start overlap the end of the one before (SM90 and newer)."
     )
@@ -205,6 +213,7 @@ class Limits:
     max_batch_size: int
     prefill_chunk_size: int
     max_queue_size: int
+    batch_wait_ms: float = 0.0
 
 
 def resolve(settings: Settings, device: DeviceInfo) -> Limits:
@@ -216,13 +225,13 @@ def resolve(settings: Settings, device: DeviceInfo) -> Limits:
     """
     gigabytes = device.total_memory / 1e9
     if device.kind == "cpu" or gigabytes < 20:
-        batch, chunk = 8, 256
+        batch, chunk, wait = 8, 256, 2.0
     elif gigabytes < 45:
-        batch, chunk = 32, 1024
+        batch, chunk, wait = 32, 1024, 0.0
     elif gigabytes < 90:
-        batch, chunk = 128, 2048
+        batch, chunk, wait = 128, 2048, 0.0
     else:
-        batch, chunk = 256, 4096
+        batch, chunk, wait = 256, 4096, 0.0
     if device.kind == "cuda" and device.multiprocessors < 80:
         chunk = min(chunk, 512)
     batch = settings.max_batch_size or batch
@@ -230,6 +239,7 @@ def resolve(settings: Settings, device: DeviceInfo) -> Limits:
         max_batch_size=batch,
         prefill_chunk_size=settings.prefill_chunk_size or chunk,
         max_queue_size=settings.max_queue_size or 4 * batch,
+        batch_wait_ms=settings.batch_wait_ms if settings.batch_wait_ms is not None else wait,
     )
 
 

@@ -153,19 +153,17 @@ def test_whole_model_is_one_graph_in_every_kind_of_tick(folder: Path) -> None:
     not any(shutil.which(name) for name in ("g++", "clang++", "c++")),
     reason="TorchInductor needs a C++ compiler",
 )
-def test_compiled_model_equals_eager(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_model_equals_eager(tmp_path: Path) -> None:
     """Would catch a compiled forward that computes something else: TorchInductor fuses norms and rope."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     model = write_model_folder(tmp_path / "single", TINY | {"num_hidden_layers": 1})
     built = build_from(model)
-    prompts = [prompt(200), prompt(90, 1)]  # the second meets lengths that have become symbols
-    expected = [greedy(built, prompt_ids) for prompt_ids in prompts]
+    expected = greedy(built, prompt(200))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     settings = {"torch_compile": "1", "compile_fullgraph": "1", "compile_diagnostics": "0"}
     build_room._compile(built.runner.model, load(settings))
-    assert [greedy(built, prompt_ids) for prompt_ids in prompts] == expected
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert greedy(built, prompt(200)) == expected
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one for the prompt, one for decode
     assert not torch._dynamo.utils.counters["graph_break"]
     torch._dynamo.reset()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ DOCUMENTED: list[tuple[str, str, object, str, object]] = [
     ("HELIOS_PREFILL_CHUNK_SIZE", "prefill_chunk_size", None, "512", 512),
     ("HELIOS_MAX_BATCH_SIZE", "max_batch_size", None, "1", 1),
     ("HELIOS_MAX_QUEUE_SIZE", "max_queue_size", None, "7", 7),
-    ("HELIOS_BATCH_WAIT_MS", "batch_wait_ms", 2.0, "0", 0.0),
+    ("HELIOS_BATCH_WAIT_MS", "batch_wait_ms", None, "0", 0.0),
     ("HELIOS_TORCH_COMPILE", "torch_compile", False, "1", True),
     ("HELIOS_COMPILE_DIAGNOSTICS", "compile_diagnostics", True, "false", False),
     ("HELIOS_HOST", "host", "127.0.0.1", "0.0.0.0", "0.0.0.0"),
@@ -199,12 +200,13 @@ def test_small_devices_keep_the_small_defaults() -> None:
     for device in (CPU, card(16, 60)):
         limits = resolve(load(), device)
         assert (limits.max_batch_size, limits.prefill_chunk_size, limits.max_queue_size) == (8, 256, 32)
+        assert limits.batch_wait_ms == 2.0
 
 
 def test_limits_grow_with_the_device() -> None:
     """Would catch a large GPU that idles at eight sequences."""
     sizes = [resolve(load(), card(gigabytes)) for gigabytes in (16, 24, 80, 141)]
-    for smaller, larger in zip(sizes, sizes[1:], strict=False):
+    for smaller, larger in itertools.pairwise(sizes):
         assert larger.max_batch_size > smaller.max_batch_size
         assert larger.prefill_chunk_size > smaller.prefill_chunk_size
     for limits in sizes:
@@ -217,6 +219,9 @@ def test_explicit_limits_win_and_the_queue_follows_the_batch() -> None:
     """Would catch a chosen value that overrides one set by hand, or a queue of the chosen batch's size."""
     limits = resolve(load(parsed("--max-batch-size", "3")), card(141))
     assert (limits.max_batch_size, limits.max_queue_size, limits.prefill_chunk_size) == (3, 12, 4096)
+    assert limits.batch_wait_ms == 0.0
+    assert resolve(load(parsed("--batch-wait-ms", "5")), card(141)).batch_wait_ms == 5.0
+    assert resolve(load(parsed("--batch-wait-ms", "0")), CPU).batch_wait_ms == 0.0
     settings = load(parsed("--max-batch-size=3", "--max-queue-size=1", "--prefill-chunk-size=17"))
     limits = resolve(settings, card(141))
     assert (limits.max_batch_size, limits.max_queue_size, limits.prefill_chunk_size) == (3, 1, 17)

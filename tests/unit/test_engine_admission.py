@@ -143,9 +143,10 @@ def expected_output_without_end(job: Job) -> list[int]:
 
 def test_reservation_that_fails_takes_nothing() -> None:
     """Would catch a blocked head of the queue that pins its prefix on every tick, or evicts for nothing."""
-    bench = Bench(pages=6)
+    bench = Bench(pages=7)
     shared = prompt(2 * PAGE_SIZE)
     bench.add("warm", shared, 1)
+    bench.add("cold", prompt(PAGE_SIZE, 3), 1)
     bench.run()
     bench.add("long", prompt(600, 1), 100)
     bench.tick()
@@ -153,7 +154,7 @@ def test_reservation_that_fails_takes_nothing() -> None:
     for _ in range(3):
         bench.tick()
         assert blocked.sequences[0].status is SequenceStatus.WAITING
-        assert bench.engine.pool.num_cached_only == 2, "evicted for a request that does not fit yet"
+        assert bench.engine.pool.num_cached_only == 3, "evicted for a request that does not fit yet"
         assert not blocked.sequences[0].page_table
     bench.run()
     assert blocked.num_cached_tokens == 2 * PAGE_SIZE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from helios.config import PAGE_SIZE
 from helios.runtime.page_pool import DUMMY_PAGE
 from helios.runtime.request import Job
@@ -55,10 +57,12 @@ def test_the_next_turn_reuses_generated_blocks() -> None:
     assert second.num_cached_tokens == 512
 
 
-def test_equal_prompts_that_arrive_together_share_while_in_prefill() -> None:
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("chunk", [PAGE_SIZE, 2 * PAGE_SIZE])
+def test_equal_prompts_that_arrive_together_share_while_in_prefill(lookahead: bool, chunk: int) -> None:
     """Would catch a look-up at admission only: of equal prompts that arrive together each would compute
     every block itself."""
-    bench = Bench(chunk=PAGE_SIZE, batch=4)
+    bench = Bench(chunk=chunk, batch=4, lookahead=lookahead)
     shared = prompt(4 * PAGE_SIZE)
     jobs = [bench.add(f"job{number}", [*shared, number], 2) for number in range(4)]
     bench.run()

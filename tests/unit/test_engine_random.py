@@ -15,7 +15,7 @@ from tests.conftest import byte_tokenizer
 from tests.unit.fakes import END, FakeRunner, expected_output
 
 VOCABULARY = Vocabulary(byte_tokenizer())
-PREFIXES = [[(p * 13 + i * 7) % 250 for i in range(4 * PAGE_SIZE)] for p in range(3)]
+PREFIXES = [[(p * 13 + i * 7) % 250 for i in range(5 * PAGE_SIZE)] for p in range(3)]
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -23,9 +23,9 @@ class EngineMachine(RuleBasedStateMachine):
     two ends of one sequence, an answer that depends on neighbours or on the cache."""
 
     @initialize(
-        pages=st.integers(4, 24),
+        pages=st.integers(5, 14),
         batch=st.integers(1, 6),
-        chunk=st.sampled_from([1, 7, 64, 300, 2000]),
+        chunk=st.sampled_from([1, 7, 64, 256, 300, 512, 2000]),
         lookahead=st.booleans(),
     )
     def start(self, pages: int, batch: int, chunk: int, lookahead: bool) -> None:
@@ -42,7 +42,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         prefix=st.integers(0, 2),
-        shared=st.integers(1, 3 * PAGE_SIZE),
+        shared=st.integers(1, 5 * PAGE_SIZE),
         own=st.lists(st.integers(0, 250), max_size=5),
         max_tokens=st.sampled_from([1, 2, 5, 30, 300]),
         n=st.sampled_from([1, 1, 1, 2, 3]),
@@ -144,8 +144,8 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
+    max_examples=200,
+    stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     print_blob=True,

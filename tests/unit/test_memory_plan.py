@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -124,7 +125,7 @@ def test_row_buckets(size: int) -> None:
     assert buckets[0] == 1
     assert buckets[-1] == size
     assert all(
-        after <= max(2 * before, before + 32) for before, after in zip(buckets, buckets[1:], strict=False)
+        after <= max(2 * before, before + 32) for before, after in itertools.pairwise(buckets)
     )
     assert row_buckets(size, "cpu") == sorted({1, size})
 

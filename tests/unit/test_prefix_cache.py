@@ -144,6 +144,20 @@ def test_eviction_takes_leaves_before_parents() -> None:
     assert len(books.cache) == 0
 
 
+def test_parent_older_than_its_child_is_spared() -> None:
+    """Would catch an eviction that trusts the order alone: a child may be published by a sequence that holds
+    a page of its own for the parent's block, so it does not renew the parent."""
+    books = Books()
+    chain = books.hashes("ab")
+    pages = books.pool.allocate(2)
+    assert books.cache.publish(chain[0], None, pages[0], 0.0)
+    assert books.cache.publish(chain[1], chain[0], pages[1], 1.0)
+    books.pool.release(pages)
+    assert books.cache.expire(TTL + 0.5) == 0
+    assert books.cache.evict(1) == 1
+    assert (books.cached("a"), books.cached("ab")) == (True, False)
+
+
 def test_eviction_takes_the_least_recently_used_leaf() -> None:
     """Would catch eviction of the hot prefix while a cold one stays."""
     books = Books()

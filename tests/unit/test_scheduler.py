@@ -198,7 +198,10 @@ def test_what_never_fits_is_refused_at_the_door(start: Start) -> None:
 def test_admission_window_starts_jobs_together(start: Start) -> None:
     """Would catch a first tick that leaves without those who arrive right after the first request."""
     service = start(batch=4, batch_wait=PATIENCE)
-    jobs = [service.submit() for _ in range(4)]  # the window ends early: the batch is full
+    jobs = [service.submit()]
+    time.sleep(0.05)
+    assert service.runner.plans == [], "the first job left alone"
+    jobs += [service.submit() for _ in range(3)]  # the window ends early: the batch is full
     service.wait(*jobs)
     assert [name for name, _, _ in service.runner.plans[0]] == [job.job_id for job in jobs]
 

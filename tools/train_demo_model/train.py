@@ -270,7 +270,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--resume", action="store_true", help="go on from the checkpoint in --out, if there is one"
     )
     parser.add_argument(
-        "--init-from", type=Path, help="start from the weights of an exported model folder, not from random ones"
+        "--init-from",
+        type=Path,
+        help="start from the weights of an exported model folder, not from random ones",
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, default=131_072, help="tokens of one batch and optimizer step")

@@ -38,7 +38,7 @@ def assemble(settings: Settings, progress: StartupProgress | None = None) -> Ass
         engine,
         max_queue_size=built.limits.max_queue_size,
         max_queue_tokens=settings.max_queue_tokens,
-        batch_wait=settings.batch_wait_ms / 1e3,
+        batch_wait=built.limits.batch_wait_ms / 1e3,
     )
     names = _names(settings, snapshot)
     model = ModelInfo(

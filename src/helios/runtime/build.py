@@ -21,7 +21,7 @@ from helios.runtime.progress import StartupProgress
 from helios.runtime.qwen3.config import ModelConfig
 from helios.runtime.qwen3.kv_cache import KVCache
 from helios.runtime.qwen3.model import Qwen3
-from helios.runtime.qwen3.weights import build_empty, fill_dummy, load_weights
+from helios.runtime.qwen3.weights import arrange_for_cpu, build_empty, fill_dummy, load_weights
 from helios.runtime.runner import ModelRunner
 from helios.runtime.snapshot import Snapshot, end_token_ids, load_tokenizer, resolve_snapshot
 from helios.runtime.warmup import (
@@ -36,6 +36,7 @@ from helios.runtime.warmup import (
 
 log = logging.getLogger("helios.startup")
 
+ONE_THREAD_PARAMETERS = 50_000_000  # a smaller model runs on one CPU thread
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -181,6 +182,11 @@ class _Builder:
             fill_dummy(self.model)
         else:
             load_weights(self.model, self.snapshot.folder, progress.advance)
+        if self.device.kind == "cpu":
+            arrange_for_cpu(self.model)
+            if self.snapshot.config.num_parameters < ONE_THREAD_PARAMETERS:
+                # Its operators end in microseconds: threads that wait for each other cost more than they give.
+                torch.set_num_threads(1)
         if self.settings.torch_compile:
             _compile(self.model, self.settings)
 

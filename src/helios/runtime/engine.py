@@ -474,6 +474,8 @@ class Engine:
             return
         started = self._clock()
         root = root_hash(sequence.job.cache_salt)
+        if done:
+            self._hash_up_to(sequence, done - 1, root)  # blocks launched and not yet committed
         pages = self.prefix_cache.extend_match(sequence.token_ids, sequence.block_hashes, root, done, limit)
         if pages:
             for page in pages:
