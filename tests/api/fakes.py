@@ -49,14 +49,15 @@ class FakeScheduler:
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, *jobs: Job) -> None:
         if self.dead:
             raise EngineDeadError("The engine has died.")
-        if len(self._running) >= self.queue_size:
+        if len(self._running) + len(jobs) > self.queue_size:
             raise QueueFullError("The queue is full.", retry_after=2.5)
-        job.timings.queued = time.perf_counter()
-        self.jobs.append(job)
-        self._inbox.put(job)
+        for job in jobs:
+            job.timings.queued = time.perf_counter()
+            self.jobs.append(job)
+            self._inbox.put(job)
 
     def cancel(self, job: Job) -> None:
         job.cancelled = True

@@ -23,7 +23,9 @@ SECRET = "the launch code is zero"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_folder(tmp_path_factory.mktemp("models") / "tiny")
+    return write_model_folder(
+        tmp_path_factory.mktemp("models") / "tiny", TINY | {"max_position_embeddings": 8192}
+    )
 
 
 @dataclass
@@ -42,10 +44,10 @@ def started(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     server = Server(
         folder,
         cwd,
-        "--num-pages=24",
+        "--num-pages=64",
         "--max-batch-size=2",
         "--max-queue-size=2",
-        "--max-model-len=1536",
+        "--max-model-len=8000",
         port=port,
     )
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client:
@@ -87,9 +89,9 @@ def test_health_tells_the_stage_and_then_the_facts(started: Started) -> None:
     assert last["status"] == "ok"
     assert (last["model"], last["model_revision"]) == ("tiny", "local")
     assert last["warmup_batch_sizes"] == [1, 2]
-    assert last["memory"]["num_pages"] == 24
+    assert last["memory"]["num_pages"] == 64
     assert last["memory"]["budget_bytes"] > last["memory"]["kv_bytes"] > 0
-    assert (last["scheduler"]["pages_total"], last["scheduler"]["pages_free"]) == (24, 24)
+    assert (last["scheduler"]["pages_total"], last["scheduler"]["pages_free"]) == (64, 64)
     assert last["scheduler"]["max_queue_size"] == 2
 
 
@@ -156,10 +158,10 @@ def test_completions_whole_and_streamed_and_from_the_cache(started: Started) -> 
 
 def test_disconnect_frees_pages_within_a_second(started: Started) -> None:
     """Would catch a client that has gone and whose answer is computed to its end, streamed or not."""
-    body: dict[str, Any] = {"model": "tiny", "prompt": "x" * 300, "max_tokens": 1200, **LONG}
+    body: dict[str, Any] = {"model": "tiny", "prompt": "x" * 300, "max_tokens": 7000, **LONG}
     with started.client.stream("POST", "/v1/completions", json=body) as stream:
         next(stream.iter_lines())
-        assert scheduler(started.client)["pages_referenced"] == 6
+        assert scheduler(started.client)["pages_referenced"] == 29
     wait_for(lambda: scheduler(started.client)["pages_referenced"] == 0, seconds=1)
 
     finished = scheduler(started.client)["finished"]
@@ -176,17 +178,17 @@ def test_disconnect_frees_pages_within_a_second(started: Started) -> None:
 def test_full_queue_is_503_with_retry_after(started: Started) -> None:
     """Would catch a queue without a bound, a refusal that clients do not retry, or a server that does not
     take requests again afterwards."""
-    body: dict[str, Any] = {"model": "tiny", "prompt": "x" * 10, "max_tokens": 1500, **LONG}
-    with ExitStack() as stack:
+    body: dict[str, Any] = {"model": "tiny", "prompt": "x" * 10, "max_tokens": 7000, **LONG}
+    with ExitStack() as first, ExitStack() as second:
 
-        def stream() -> None:
+        def stream(stack: ExitStack) -> None:
             response = stack.enter_context(started.client.stream("POST", "/v1/completions", json=body))
             assert response.status_code == 200
 
         for number in (1, 2):
-            stream()
+            stream(first)
             wait_for(lambda number=number: scheduler(started.client)["running"] == number)
-        waiting = [threading.Thread(target=stream) for _ in range(2)]
+        waiting = [threading.Thread(target=stream, args=(second,)) for _ in range(2)]
         for thread in waiting:
             thread.start()
         wait_for(lambda: scheduler(started.client)["waiting"] == 2)
@@ -195,8 +197,10 @@ def test_full_queue_is_503_with_retry_after(started: Started) -> None:
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "queue_full"
         assert started.client.get("/health").status_code == 200
-        for thread in waiting:  # their responses begin when they are admitted, or already have
+        first.close()  # the running ones go, so those that wait come in
+        for thread in waiting:
             thread.join(PATIENCE)
+        wait_for(lambda: scheduler(started.client)["running"] == 2)
     wait_for(lambda: scheduler(started.client)["pages_referenced"] == 0)
     accepted = started.client.post("/v1/completions", json=body | {"stream": False, "max_tokens": 2})
     assert accepted.status_code == 200
@@ -204,7 +208,7 @@ def test_full_queue_is_503_with_retry_after(started: Started) -> None:
 
 def test_too_long_a_request_is_400_at_once(started: Started) -> None:
     """Would catch a request that can never fit and waits for ever."""
-    body = {"model": "tiny", "prompt": "x" * 100, "max_tokens": 2000}
+    body = {"model": "tiny", "prompt": "x" * 100, "max_tokens": 9000}
     response = started.client.post("/v1/completions", json=body)
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
@@ -253,20 +257,22 @@ def test_wrong_model_is_one_line(folder: Path, tmp_path: Path, change: dict[str,
 def test_sigterm_finishes_running_streams_and_refuses_new_requests(folder: Path, tmp_path: Path) -> None:
     """Would catch answers cut off by a rolling restart, requests taken that cannot be finished, or a process
     that does not end."""
-    server = Server(folder, tmp_path, "--num-pages=16", "--max-batch-size=2")
+    server = Server(folder, tmp_path, "--num-pages=16", "--max-batch-size=2", "--max-model-len=2048")
     try:
         url = server.wait_until_ready()
         body: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 1900, **LONG}
-        with httpx.Client(base_url=url, timeout=PATIENCE) as client:
-            with client.stream("POST", "/v1/completions", json=body) as stream:
-                lines = stream.iter_lines()
-                first = next(lines)
-                server.terminate()
-                wait_for(lambda: client.get("/health").json()["status"] == "draining")
-                refused = client.post("/v1/completions", json=body)
-                assert refused.status_code == 503
-                assert refused.json()["error"]["code"] == "shutting_down"
-                data = [line.removeprefix("data: ") for line in [first, *lines] if line.startswith("data: ")]
+        with (
+            httpx.Client(base_url=url, timeout=PATIENCE) as client,
+            client.stream("POST", "/v1/completions", json=body) as stream,
+        ):
+            lines = stream.iter_lines()
+            first = next(lines)
+            server.terminate()
+            wait_for(lambda: client.get("/health").json()["status"] == "draining")
+            refused = client.post("/v1/completions", json=body)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "shutting_down"
+            data = [line.removeprefix("data: ") for line in [first, *lines] if line.startswith("data: ")]
         assert data[-1] == "[DONE]"
         chunks = [json.loads(text) for text in data[:-1]]
         reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]

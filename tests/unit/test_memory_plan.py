@@ -124,9 +124,7 @@ def test_row_buckets(size: int) -> None:
     assert buckets == sorted(set(buckets))
     assert buckets[0] == 1
     assert buckets[-1] == size
-    assert all(
-        after <= max(2 * before, before + 32) for before, after in itertools.pairwise(buckets)
-    )
+    assert all(after <= max(2 * before, before + 32) for before, after in itertools.pairwise(buckets))
     assert row_buckets(size, "cpu") == sorted({1, size})
 
 

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from helios.config import PAGE_SIZE
-from helios.errors import ContextLengthError, EngineDeadError, NotReadyError, QueueFullError
+from helios.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    NotReadyError,
+    QueueFullError,
+)
 from helios.runtime import scheduler as scheduler_room
 from helios.runtime.engine import Engine, EngineConfig
 from helios.runtime.policy import RowPlan
@@ -169,6 +175,26 @@ def test_queue_counts_jobs_that_the_engine_holds_waiting(start: Start) -> None:
         service.submit()
     service.runner.gate.set()
     service.wait(first, *jobs)
+
+
+def test_prompts_of_one_request_are_queued_all_or_none(start: Start) -> None:
+    """Would catch half of a batch of prompts queued before the other half is refused."""
+    service = start(batch=1, max_queue_size=3)
+    running = service.occupy()
+    first = service.submit()
+    jobs = [service.job() for _ in range(3)]
+    with pytest.raises(QueueFullError):
+        service.scheduler.submit(*jobs)
+    assert service.scheduler.snapshot()["waiting"] == 1
+    with pytest.raises(ContextLengthError):
+        service.scheduler.submit(jobs[0], service.job(length=4000))
+    assert service.scheduler.snapshot()["waiting"] == 1
+    service.scheduler.submit(*jobs[:2])
+    assert service.scheduler.snapshot()["waiting"] == 3
+    with pytest.raises(InvalidRequestError, match="4 prompts"):  # could never be queued: no use in retrying
+        service.scheduler.submit(*[service.job() for _ in range(4)])
+    service.runner.gate.set()
+    service.wait(running, first, *jobs[:2])
 
 
 def test_queued_prompt_tokens_are_bounded_but_one_job_always_gets_in(start: Start) -> None:

@@ -62,8 +62,8 @@ class BatchPacker:
         # Per token: id, position, slot, logit row; per row: length, offset, page table.
         size = 4 * max_tokens + max_rows * (max_pages + 2) + 1
         pinned = device.type == "cuda"
-        self._host = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
-        self._view = self._host.numpy()
+        # Two in turn: with lookahead the last tick's copy to the device may still be reading the other one.
+        self._hosts = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
 
     def pack(self, rows: Seq[RowPlan], samplers: Seq[int], last_tokens: torch.Tensor) -> ForwardBatch:
         """Pack ``rows`` (decode rows first) and ask for the logits of the last token of each row in
@@ -79,7 +79,9 @@ class BatchPacker:
             [num_tokens] * 3 + [len(samplers), num_rows, num_rows - num_decode + 1, num_rows * pages]
         )
         total = int(cut[-1])
-        ids, positions, slots, logit_rows, lengths, cu_q, tables = np.split(self._view[:total], cut[:-1])
+        self._hosts.reverse()
+        host = self._hosts[0][:total]
+        ids, positions, slots, logit_rows, lengths, cu_q, tables = np.split(host.numpy(), cut[:-1])
         tables = tables.reshape(num_rows, pages)
         at = prefill = 0
         ends: list[int] = []
@@ -114,7 +116,7 @@ class BatchPacker:
             at = stop
         for index, sampler in enumerate(samplers):
             logit_rows[index] = ends[sampler]
-        device = self._host[:total].to(self._device, non_blocking=True)
+        device = host.to(self._device, non_blocking=True)
         parts = torch.tensor_split(device, cut[:-1].tolist())
         max_q = max((row.count for row in rows[num_decode:]), default=0)
         plan = AttentionPlan(

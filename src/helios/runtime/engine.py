@@ -25,9 +25,8 @@ from helios.errors import ContextLengthError, DeadlineError, InternalError, Inva
 from helios.runtime import policy
 from helios.runtime.detokenizer import Detokenizer, Vocabulary
 from helios.runtime.grammar import CompiledGrammar, GrammarMatcher
-from helios.runtime.page_pool import PagePool
+from helios.runtime.kv_manager import KVManager
 from helios.runtime.policy import RowPlan
-from helios.runtime.prefix_cache import PrefixCache, block_hash, root_hash
 from helios.runtime.request import (
     FinishReason,
     Grammar,
@@ -138,8 +137,8 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
-        self.pool = PagePool(config.num_pages)
-        self.prefix_cache = PrefixCache(self.pool, config.prefix_cache_ttl)
+        self.kv = KVManager(config.num_pages, config.prefix_cache_ttl, config.prefix_cache, clock)
+        self.pool, self.prefix_cache = self.kv.pool, self.kv.prefix_cache
         self.running: list[Sequence] = []  # in admission order
         self.waiting: deque[Job] = deque()
         self.num_ticks = 0
@@ -177,20 +176,13 @@ class Engine:
                 f"n is {job.params.n}, but this server runs at most {config.max_batch_size} sequences at once.",
                 param="n",
             )
-        pages = sum(self._pages_wanted(sequence) for sequence in job.sequences)
+        pages = sum(self.kv.pages_wanted(sequence) for sequence in job.sequences)
         if pages > config.num_pages:
             raise ContextLengthError(
                 f"The request needs {pages} KV pages of {PAGE_SIZE} tokens, but this server has "
                 f"{config.num_pages}. Please shorten the prompt, lower max_tokens or n.",
                 param="max_tokens",
             )
-
-    def _pages_wanted(self, sequence: Sequence) -> int:
-        """Pages reserved for one sequence. The very last token is never computed."""
-        job = sequence.job
-        positions = job.num_prompt_tokens + job.max_tokens - 1
-        own = (positions + PAGE_SIZE - 1) // PAGE_SIZE
-        return own if sequence.index == 0 else own - job.num_prompt_tokens // PAGE_SIZE
 
     @property
     def num_free_rows(self) -> int:
@@ -207,9 +199,10 @@ class Engine:
         now = self._clock()
         events: list[TokenEvent] = []
         self._drop_ended(now, events)
-        self._admit(now)
+        self._admit(now, events)
         for sequence in self.running:
-            self._match_further(sequence, now)
+            if self.kv.match_further(sequence, now):
+                self._runner.set_pages(sequence)
         runnable = [sequence for sequence in self.running if sequence.wants_tokens]
         rows = policy.plan(runnable, self.config.prefill_chunk_size, now, self.config.prefill_age)
         last, self._in_flight = self._in_flight, None
@@ -290,7 +283,7 @@ class Engine:
             if entries is not None:
                 job.prompt_logprobs = [*(job.prompt_logprobs or [None]), *entries]
             if row.end // PAGE_SIZE > sequence.num_published_blocks:
-                self._publish(sequence, row.end // PAGE_SIZE, now)
+                self.kv.publish(sequence, row.end // PAGE_SIZE, now)
         for position, index in enumerate(tick.samplers):
             sequence = rows[index].sequence
             if sequence.is_finished:
@@ -375,12 +368,20 @@ class Engine:
 
     # -- admission --------------------------------------------------------------------------------
 
-    def _admit(self, now: float) -> None:
+    def _admit(self, now: float, events: list[TokenEvent]) -> None:
         """Admit jobs from the head of the queue while rows and pages last. First in, first out."""
         self.prefix_cache.expire(now)
         while self.waiting:
             job = self.waiting[0]
-            if len(job.sequences) > len(self._free_rows) or not self._reserve(job, now):
+            grammar, compiled = job.params.grammar, None
+            if grammar is not None and self._grammars is not None:
+                try:
+                    compiled = self._grammars.compile(grammar)  # remembered from the door, as a rule
+                except RequestError as error:
+                    self.waiting.popleft()
+                    self._fail(job, error, events)
+                    continue
+            if len(job.sequences) > len(self._free_rows) or not self.kv.reserve(job, now):
                 if self._blocked_job is not job:
                     self._blocked_job = job
                     log.info(
@@ -391,8 +392,6 @@ class Engine:
             self.waiting.popleft()
             job.timings.admitted = now
             self._jobs.add(job)
-            grammar = job.params.grammar
-            compiled = self._grammars.compile(grammar) if grammar is not None and self._grammars else None
             for sequence in job.sequences:
                 sequence.status = SequenceStatus.RUNNING
                 sequence.row = self._free_rows.pop()
@@ -426,111 +425,19 @@ class Engine:
             if budget == 0:
                 sequence.forced = list(reversed(self.config.end_thinking_ids))
 
-    def _reserve(self, job: Job, now: float) -> bool:
-        """Give ``job`` its pages, cached ones first. False, and nothing taken, if memory is short."""
-        sequence = job.sequences[0]
-        started = self._clock()
-        cached = self._match(sequence)
-        found = self._clock()
-        job.timings.prefix_lookup_seconds += found - started
-        # Pin what was found before evicting for the rest, or eviction might take it.
-        for page in cached:
-            self.pool.retain(page)
-        private = [self._pages_wanted(item) for item in job.sequences]
-        private[0] -= len(cached)
-        short = sum(private) - self.pool.num_free
-        if short > self.pool.num_cached_only or (short > 0 and self.prefix_cache.evict(short) < short):
-            self.pool.release(cached)
-            return False
-        sequence.page_table = cached + self.pool.allocate(private[0])
-        for other, count in zip(job.sequences[1:], private[1:], strict=True):
-            other.page_table = self.pool.allocate(count)
-        sequence.num_sealed_blocks = sequence.num_published_blocks = len(cached)
-        # At least one token is computed: after a full hit, the last one again.
-        hit = min(len(cached) * PAGE_SIZE, job.num_prompt_tokens - 1)
-        sequence.num_computed_tokens = sequence.num_cached_tokens = hit
-        self.prefix_cache.touch(sequence.block_hashes[: len(cached)], now, hit=True)
-        if self.config.prefix_cache:
-            self.prefix_cache.count(job.num_prompt_tokens, hit)
-        job.timings.restore_seconds += self._clock() - found
-        return True
-
-    def _match(self, sequence: Sequence) -> list[int]:
-        """Cached pages of the sequence's leading full blocks."""
-        if not self.config.prefix_cache or sequence.job.params.prompt_logprobs is not None:
-            return []
-        limit = sequence.num_prompt_tokens // PAGE_SIZE
-        root = root_hash(sequence.job.cache_salt)
-        return self.prefix_cache.extend_match(sequence.token_ids, sequence.block_hashes, root, 0, limit)
-
-    def _match_further(self, sequence: Sequence, now: float) -> None:
-        """At a page boundary, look again: another prompt may have computed the next blocks since."""
-        computed = sequence.num_computed_tokens
-        done = computed // PAGE_SIZE
-        limit = sequence.num_prompt_tokens // PAGE_SIZE
-        if computed % PAGE_SIZE or done >= limit or not self.config.prefix_cache:
-            return
-        if sequence.job.params.prompt_logprobs is not None:
-            return
-        started = self._clock()
-        root = root_hash(sequence.job.cache_salt)
-        if done:
-            self._hash_up_to(sequence, done - 1, root)  # blocks launched and not yet committed
-        pages = self.prefix_cache.extend_match(sequence.token_ids, sequence.block_hashes, root, done, limit)
-        if pages:
-            for page in pages:
-                self.pool.retain(page)
-            self.pool.release(sequence.page_table[done : done + len(pages)])
-            sequence.page_table[done : done + len(pages)] = pages
-            sequence.num_sealed_blocks = done + len(pages)
-            reached = min((done + len(pages)) * PAGE_SIZE, sequence.num_prompt_tokens - 1)
-            sequence.num_cached_tokens += reached - computed
-            sequence.num_computed_tokens = reached
-            self.prefix_cache.touch(sequence.block_hashes[: done + len(pages)], now, hit=True)
-            self.prefix_cache.count(0, reached - computed)
-            self._runner.set_pages(sequence)
-        sequence.job.timings.prefix_lookup_seconds += self._clock() - started
-
-    def _publish(self, sequence: Sequence, full: int, now: float) -> None:
-        """Offer the blocks before ``full`` that are newly computed to later prompts."""
-        if self.config.prefix_cache:
-            started = self._clock()
-            root = root_hash(sequence.job.cache_salt)
-            for index in range(sequence.num_published_blocks, full):
-                self._hash_up_to(sequence, index, root)
-                parent = sequence.block_hashes[index - 1] if index else None
-                page = sequence.page_table[index]
-                self.prefix_cache.publish(sequence.block_hashes[index], parent, page, now)
-            sequence.job.timings.cache_store_seconds += self._clock() - started
-        sequence.num_published_blocks = full
-        sequence.num_sealed_blocks = max(sequence.num_sealed_blocks, full)
-
-    def _hash_up_to(self, sequence: Sequence, index: int, root: bytes) -> None:
-        hashes = sequence.block_hashes
-        while len(hashes) <= index:
-            at = len(hashes) * PAGE_SIZE
-            hashes.append(block_hash(hashes[-1] if hashes else root, sequence.token_ids[at : at + PAGE_SIZE]))
-
     def _fork(self, first: Sequence) -> None:
         """The prompt is computed: start the job's further choices on its pages.
 
-        Full pages are shared; the partial one is copied. Each choice recomputes the prompt's last token
-        as its first decode row, which gives it logits of its own to sample from.
+        Each choice recomputes the prompt's last token as its first decode row, which gives it logits of its
+        own to sample from.
         """
-        if not self._unforked or first.job.params.n == 1:
+        if first.job.params.n == 1:
             return
-        shared = first.num_prompt_tokens // PAGE_SIZE
-        partial = first.num_prompt_tokens % PAGE_SIZE
         for sequence in [item for item in self._unforked if item.job is first.job]:
             self._unforked.remove(sequence)
-            for page in first.page_table[:shared]:
-                self.pool.retain(page)
-            if partial:
-                self._runner.copy_page(first.page_table[shared], sequence.page_table[0])
-            sequence.page_table = first.page_table[:shared] + sequence.page_table
-            sequence.block_hashes = first.block_hashes[:shared]
-            sequence.num_sealed_blocks = sequence.num_published_blocks = shared
-            sequence.num_computed_tokens = first.num_prompt_tokens - 1
+            copy = self.kv.fork(first, sequence)
+            if copy is not None:
+                self._runner.copy_page(*copy)
             self._runner.set_pages(sequence)
             self.running.append(sequence)
 
@@ -570,13 +477,10 @@ class Engine:
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
         if was_running:
-            if self.config.prefix_cache:
-                self.prefix_cache.touch(sequence.block_hashes[: sequence.num_sealed_blocks], now)
             self._runner.release(sequence)
             self._free_rows.append(sequence.row)
             sequence.row = -1
-            self.pool.release(sequence.page_table)
-            sequence.page_table = []
+            self.kv.release(sequence, now)
             for group in (self.running, self._unforked):
                 if sequence in group:
                     group.remove(sequence)
@@ -604,38 +508,6 @@ class Engine:
     def live_sequences(self) -> Iterable[Sequence]:
         """Every sequence that holds pages."""
         return [*self.running, *self._unforked]
-
-    def cache_snapshot(self) -> dict[str, object]:
-        """The prefix cache's books: blocks with their hashes and hits, tokens, counters."""
-        cache, pool = self.prefix_cache, self.pool
-        blocks = cache.blocks()
-        now = self._clock()
-        return {
-            "enabled": self.config.prefix_cache,
-            "block_size_tokens": PAGE_SIZE,
-            "num_blocks": len(blocks),
-            "num_tokens": len(blocks) * PAGE_SIZE,
-            "capacity_blocks": pool.num_pages,
-            "capacity_tokens": pool.num_pages * PAGE_SIZE,
-            "reclaimable_blocks": pool.num_cached_only,
-            "ttl_seconds": self.config.prefix_cache_ttl,
-            "query_tokens": cache.query_tokens,
-            "hit_tokens": cache.hit_tokens,
-            "hit_rate": cache.hit_tokens / cache.query_tokens if cache.query_tokens else 0.0,
-            "evictions": cache.evictions,
-            "expirations": cache.expirations,
-            "blocks": [
-                {
-                    "hash": block.hash.hex(),
-                    "parent": block.parent.hex() or None,
-                    "page": block.page,
-                    "hits": block.hits,
-                    "readers": pool.references(block.page),
-                    "idle_seconds": round(now - block.last_used, 3),
-                }
-                for block in reversed(blocks)
-            ],
-        }
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless pages, rows and jobs add up."""

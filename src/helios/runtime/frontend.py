@@ -46,8 +46,8 @@ class Scheduler(Protocol):
 
     deliver: Deliver
 
-    def submit(self, job: Job) -> None:
-        """Queue a job. Raises QueueFullError, ContextLengthError, NotReadyError or EngineDeadError."""
+    def submit(self, *jobs: Job) -> None:
+        """Queue jobs, all or none. Raises QueueFullError, ContextLengthError, NotReadyError or EngineDeadError."""
         ...
 
     def cancel(self, job: Job) -> None:
@@ -250,7 +250,7 @@ class Frontend:
         self._bind_loop()
         try:
             generation = self._build(prompts, params, options, request_id)
-            self._submit_all(generation)
+            self.scheduler.submit(*generation.jobs)
         except RequestError as error:
             self.metrics.observe_rejection(error.code or "error")
             raise
@@ -278,16 +278,6 @@ class Frontend:
                 )
             )
         return generation
-
-    def _submit_all(self, generation: Generation) -> None:
-        for position, job in enumerate(generation.jobs):
-            try:
-                self.scheduler.submit(job)
-            except BaseException:
-                for queued in generation.jobs[:position]:
-                    queued.cancelled = True
-                    self.scheduler.cancel(queued)
-                raise
 
     def answer_length(self, prompt_tokens: int, options: JobOptions) -> int:
         """How many tokens the answer may have. Raises ContextLengthError with the true numbers."""

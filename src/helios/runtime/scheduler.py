@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from helios.errors import EngineDeadError, NotReadyError, QueueFullError, RequestError
+from helios.errors import EngineDeadError, InvalidRequestError, NotReadyError, QueueFullError, RequestError
 from helios.runtime.engine import Engine
 from helios.runtime.request import Deliver, Job, TokenEvent
 
@@ -58,33 +58,46 @@ class Scheduler:
         """Start the worker."""
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        """Accept a job, or refuse it at once.
+    def submit(self, *jobs: Job) -> None:
+        """Accept jobs (the prompts of one request), or refuse all of them at once.
 
-        Raises ContextLengthError or InvalidRequestError if it could never run, QueueFullError,
+        Raises ContextLengthError or InvalidRequestError if one could never run, QueueFullError,
         NotReadyError once stopped, EngineDeadError.
         """
-        self._engine.check_fits(job)
+        for job in jobs:
+            self._engine.check_fits(job)
+        if len(jobs) > self._max_queue_size:
+            raise InvalidRequestError(
+                f"The request holds {len(jobs)} prompts, but this server queues at most {self._max_queue_size}: "
+                f"send fewer at once, or raise HELIOS_MAX_QUEUE_SIZE.",
+                param="prompt",
+            )
+        tokens = sum(job.num_prompt_tokens for job in jobs)
         with self._condition:
             self._check_open()
-            waiting = len(self._inbox) + len(self._engine.waiting)
-            if waiting >= self._max_queue_size:
-                raise QueueFullError(
-                    f"The queue is full: {waiting} requests are waiting. Retry later, or raise "
-                    f"HELIOS_MAX_QUEUE_SIZE ({self._max_queue_size}).",
-                    retry_after=self._retry_after(waiting),
-                )
-            limit = self._max_queue_tokens
-            tokens = self._waiting_tokens() if limit is not None else 0
-            if limit is not None and waiting and tokens + job.num_prompt_tokens > limit:
-                raise QueueFullError(
-                    f"The queue is full: {tokens} prompt tokens are waiting and this request "
-                    f"brings {job.num_prompt_tokens}. Retry later, or raise HELIOS_MAX_QUEUE_TOKENS ({limit}).",
-                    retry_after=self._retry_after(waiting),
-                )
-            job.timings.queued = time.perf_counter()
-            self._inbox.append(job)
+            self._check_room(len(jobs), tokens)
+            now = time.perf_counter()
+            for job in jobs:
+                job.timings.queued = now
+            self._inbox.extend(jobs)
             self._condition.notify()
+
+    def _check_room(self, count: int, tokens: int) -> None:
+        waiting = len(self._inbox) + len(self._engine.waiting)
+        if waiting + count > self._max_queue_size:
+            raise QueueFullError(
+                f"The queue is full: {waiting} requests are waiting. Retry later, or raise "
+                f"HELIOS_MAX_QUEUE_SIZE ({self._max_queue_size}).",
+                retry_after=self._retry_after(waiting),
+            )
+        limit = self._max_queue_tokens
+        queued = self._waiting_tokens() if limit is not None else 0
+        if limit is not None and waiting and queued + tokens > limit:
+            raise QueueFullError(
+                f"The queue is full: {queued} prompt tokens are waiting and this request "
+                f"brings {tokens}. Retry later, or raise HELIOS_MAX_QUEUE_TOKENS ({limit}).",
+                retry_after=self._retry_after(waiting),
+            )
 
     def cancel(self, job: Job) -> None:
         """End a job at the next tick; its pages go back and its last event says ``abort``."""
@@ -165,7 +178,7 @@ class Scheduler:
 
     def cache_snapshot(self) -> dict[str, Any]:
         """The prefix cache's books for /internal/cache, read between two ticks."""
-        return self.call(self._engine.cache_snapshot)
+        return self.call(self._engine.kv.snapshot)
 
     def clear_prefix_cache(self) -> int:
         """Forget all cached blocks; returns how many there were."""
