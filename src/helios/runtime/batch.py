@@ -4,7 +4,7 @@
     rows      0   1      n    n+1            n+2
 
 A row is one sequence's part of the tick. Decode rows bring one token; prefill rows any number. The
-:class:`BatchPacker` writes all integers into one preallocated (on CUDA: pinned) host buffer and moves
+:class:`BatchPacker` writes all integers into a preallocated (on CUDA: pinned) host buffer and moves
 them to the device in a single copy.
 """
 

@@ -36,7 +36,7 @@ from helios.runtime.warmup import (
 
 log = logging.getLogger("helios.startup")
 
-ONE_THREAD_PARAMETERS = 50_000_000  # a smaller model runs on one CPU thread
+SMALL_MODEL_PARAMETERS = 50_000_000  # below this a CPU step is made of operators of microseconds
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -182,11 +182,10 @@ class _Builder:
             fill_dummy(self.model)
         else:
             load_weights(self.model, self.snapshot.folder, progress.advance)
-        if self.device.kind == "cpu":
+        if self.device.kind == "cpu" and self.snapshot.config.num_parameters < SMALL_MODEL_PARAMETERS:
             arrange_for_cpu(self.model)
-            if self.snapshot.config.num_parameters < ONE_THREAD_PARAMETERS:
-                # Its operators end in microseconds: threads that wait for each other cost more than they give.
-                torch.set_num_threads(1)
+            # Its operators end in microseconds: threads that wait for each other cost more than they give.
+            torch.set_num_threads(1)
         if self.settings.torch_compile:
             _compile(self.model, self.settings)
 
