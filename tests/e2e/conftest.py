@@ -13,8 +13,8 @@ KEYS = ("key-one", "key-two", "key-three")
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The base URL of ``python -m helios --model demo``."""
-    server = Server("demo", tmp_path_factory.mktemp("demo"), "--max-batch-size=8")
+    """The base URL of ``python -m helios --model demo``; half its context, so that full ones are cheap."""
+    server = Server("demo", tmp_path_factory.mktemp("demo"), "--max-batch-size=8", "--max-model-len=2048")
     try:
         yield server.wait_until_ready()
         assert "Traceback" not in server.log

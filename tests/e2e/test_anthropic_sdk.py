@@ -86,7 +86,9 @@ def test_system_as_text_and_as_blocks(client: anthropic.Anthropic) -> None:
     """Would catch a system prompt that does not reach the template, or cache_control being refused."""
     assert create(client, "Hello!", system="Answer in upper case.").content[0].text.isupper()
     blocks = [{"type": "text", "text": "Answer in upper case.", "cache_control": {"type": "ephemeral"}}]
-    answer = create(client, [{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}], system=blocks)
+    answer = create(
+        client, [{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}], system=blocks
+    )
     assert answer.content[0].text.isupper()
 
 
@@ -190,9 +192,7 @@ def test_async_client_with_many_at_once(demo: str) -> None:
     async def go() -> list[str]:
         async with anthropic.AsyncAnthropic(base_url=demo, api_key="none", max_retries=0) as sdk:
             calls = [
-                sdk.messages.create(
-                    model=MODEL, max_tokens=60, messages=user(f"Count to {number}"), **GREEDY
-                )
+                sdk.messages.create(model=MODEL, max_tokens=60, messages=user(f"Count to {number}"), **GREEDY)
                 for number in range(2, 14)
             ]
             return [answer.content[0].text for answer in await asyncio.gather(*calls)]

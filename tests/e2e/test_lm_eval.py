@@ -19,7 +19,9 @@ from tests.e2e.server import PATIENCE
 TOLERANCE = 1e-4
 SEED = 1234  # lm-eval's
 SHORT = "Count to 5\n1, 2, 3, 4, 5"
-PAGED = "The code word is brelan. " + "The grass is green. The sky is blue. " * 60 + "The code word is brelan."
+PAGED = (
+    "The code word is brelan. " + "The grass is green. The sky is blue. " * 60 + "The code word is brelan."
+)
 CONTEXT = "Marlen is 42 and lives in Oslo. " * 20
 ENDINGS = ("The sky is blue.", "Marlen lives in Oslo.", "zebra ((( 17", "é 世界 👍🏽")
 
@@ -33,7 +35,24 @@ def client(demo: str) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
+    torch.set_num_threads(1)  # so small products gain nothing from a second thread
     return AutoModelForCausalLM.from_pretrained(DEMO_FOLDER, dtype=torch.float32).eval()
+
+
+class ExactAngles(torch.nn.Module):
+    """Rotary embedding with angles in float64, as Helios computes them. transformers multiplies position and
+    frequency in float32, which alone moves log probabilities by 6e-4 at position 2,000 of a text that the
+    model attends to sharply."""
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        width, theta = plain.config.head_dim, plain.config.rope_parameters["rope_theta"]
+        self.frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = position_ids[..., None].double() * self.frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
 def ids_of(client: httpx.Client, text: str) -> list[int]:
@@ -156,12 +175,16 @@ def test_many_scores_at_once(client: httpx.Client, model: torch.nn.Module) -> No
             assert answer["choices"][0]["logprobs"]["token_logprobs"][0] is None
 
 
-def test_rolling_loglikelihood_in_windows(client: httpx.Client, model: torch.nn.Module) -> None:
-    """Would catch a context length off by one: perplexity tasks send windows of exactly max_length - 1."""
+def test_rolling_loglikelihood_in_windows(client: httpx.Client, model: Any) -> None:
+    """Would catch a context length off by one, or positions that go wrong far into a text: perplexity tasks send windows of exactly max_length - 1."""
     limit = client.get("/v1/models").json()["data"][0]["max_model_len"]
     ids = (ids_of(client, PAGED) * 12)[: limit - 1]
     assert len(ids) == limit - 1
-    assert_equal_to(model, score(client, [ids])["choices"][0], ids, 1)
+    rotary, model.model.rotary_emb = model.model.rotary_emb, ExactAngles(model.model.rotary_emb)
+    try:
+        assert_equal_to(model, score(client, [ids])["choices"][0], ids, 1)
+    finally:
+        model.model.rotary_emb = rotary
     refused = client.post("/v1/completions", json={"prompt": [*ids, 5], "max_tokens": 1})
     assert refused.json()["error"]["code"] == "context_length_exceeded"
 

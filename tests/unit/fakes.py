@@ -32,7 +32,7 @@ class FakeRunner:
         self.memory = np.full((num_pages + 1) * PAGE_SIZE, -1, dtype=np.int64)
         self.rows_in_use: set[int] = set()
         self.last_tokens: dict[int, int] = {}
-        self.break_next = False
+        self.break_next = self.break_admit = self.break_copy = False
         self.poison: set[str] = set()
         self.scripts: dict[str, list[int]] = {}
         self.plans: list[list[tuple[str, int, int]]] = []
@@ -40,6 +40,9 @@ class FakeRunner:
     def admit(self, sequence: Sequence) -> None:
         assert sequence.row not in self.rows_in_use
         self.rows_in_use.add(sequence.row)
+        if self.break_admit:
+            self.break_admit = False
+            raise MemoryError("no room for what a row needs")
 
     def release(self, sequence: Sequence) -> None:
         self.rows_in_use.remove(sequence.row)
@@ -48,6 +51,9 @@ class FakeRunner:
         assert sequence.row in self.rows_in_use
 
     def copy_page(self, source: int, target: int) -> None:
+        if self.break_copy:
+            self.break_copy = False
+            raise RuntimeError("a broken copy")
         a, b = source * PAGE_SIZE, target * PAGE_SIZE
         self.memory[b : b + PAGE_SIZE] = self.memory[a : a + PAGE_SIZE]
 

@@ -105,6 +105,12 @@ class EngineMachine(RuleBasedStateMachine):
         self._tick()
         self.runner.break_next = False
 
+    @rule(what=st.sampled_from(["break_admit", "break_copy"]))
+    def broken_admission_or_copy(self, what: str) -> None:
+        setattr(self.runner, what, True)
+        self._tick()
+        setattr(self.runner, what, False)
+
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def poison_one(self, data: st.DataObject) -> None:

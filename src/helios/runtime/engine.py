@@ -270,7 +270,7 @@ class Engine:
         for row in rows:
             sequence, job = row.sequence, row.sequence.job
             decoding = row.start >= sequence.num_prompt_tokens
-            prompt_tokens += 0 if decoding else row.count
+            prompt_tokens += 0 if decoding or sequence.index else row.count
             if sequence.is_finished:
                 continue
             if (job, decoding) not in charged:  # once per job, however many choices it has
@@ -284,6 +284,7 @@ class Engine:
                 job.prompt_logprobs = [*(job.prompt_logprobs or [None]), *entries]
             if row.end // PAGE_SIZE > sequence.num_published_blocks:
                 self.kv.publish(sequence, row.end // PAGE_SIZE, now)
+        sampled = 0
         for position, index in enumerate(tick.samplers):
             sequence = rows[index].sequence
             if sequence.is_finished:
@@ -294,11 +295,13 @@ class Engine:
                 error = InternalError(why or "The model's output for this request is not a number.")
                 self._fail(sequence.job, error, events)
                 continue
-            if sequence.num_output_tokens == 0 and sequence.index == 0:
-                self._fork(sequence)
+            is_first = sequence.num_output_tokens == 0 and sequence.index == 0 and sequence.job.params.n > 1
+            if is_first and not self._guarded([rows[index]], lambda one=sequence: self._fork(one), events):
+                continue
+            sampled += 1
             self._append(sequence, result.token_ids[position], result.logprobs[position], now, events)
         if self.on_tick is not None:
-            self.on_tick(prompt_tokens, len(tick.samplers))
+            self.on_tick(prompt_tokens, sampled)
 
     def _append(
         self,
@@ -323,7 +326,8 @@ class Engine:
         assert detokenizer is not None
         reason: FinishReason | None = None
         text = ""
-        enough = sequence.num_output_tokens >= params.min_tokens
+        # A finished grammar allows nothing but an end token, so there min_tokens does not count.
+        enough = params.grammar is not None or sequence.num_output_tokens > params.min_tokens
         stop_token = token_id in params.stop_token_ids
         if enough and (stop_token or (token_id in self.config.eos_token_ids and not params.ignore_eos)):
             reason = FinishReason.STOP
@@ -392,30 +396,39 @@ class Engine:
             self.waiting.popleft()
             job.timings.admitted = now
             self._jobs.add(job)
-            for sequence in job.sequences:
-                sequence.status = SequenceStatus.RUNNING
-                sequence.row = self._free_rows.pop()
-                sequence.aged_since = now
-                params = job.params
-                sequence.detokenizer = Detokenizer(
-                    self._vocabulary,
-                    params.stop,
-                    include_stop=params.include_stop_str_in_output,
-                    skip_special_tokens=params.skip_special_tokens,
-                    min_tokens=params.min_tokens,
-                )
-                if compiled is not None and grammar is not None:
-                    sequence.grammar = compiled.matcher(grammar.starts_after)
-                if params.thinking_budget is not None:
-                    self._find_thinking(sequence, params.thinking_budget)
-                self._runner.admit(sequence)
-                self._runner.set_pages(sequence)
+            try:
+                for sequence in job.sequences:
+                    self._seat(sequence, compiled, now)
+            except Exception:  # the runner may run out of memory for what it keeps per row
+                log.exception("admission failed request=%s", job.job_id)
+                self._fail(job, InternalError("The engine failed while admitting this request."), events)
+                continue
             self.running.append(job.sequences[0])
             self._unforked.extend(job.sequences[1:])
             log.info(
                 "admitted request=%s prompt_tokens=%d cached_tokens=%d max_tokens=%d n=%d",
                 job.job_id, job.num_prompt_tokens, job.num_cached_tokens, job.max_tokens, job.params.n,
             )  # fmt: skip
+
+    def _seat(self, sequence: Sequence, compiled: CompiledGrammar | None, now: float) -> None:
+        """Give a sequence its batch row and what it needs to run."""
+        params = sequence.job.params
+        sequence.status = SequenceStatus.RUNNING
+        sequence.row = self._free_rows.pop()
+        sequence.aged_since = now
+        sequence.detokenizer = Detokenizer(
+            self._vocabulary,
+            params.stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+        if compiled is not None and params.grammar is not None:
+            sequence.grammar = compiled.matcher(params.grammar.starts_after)
+        if params.thinking_budget is not None:
+            self._find_thinking(sequence, params.thinking_budget)
+        self._runner.admit(sequence)
+        self._runner.set_pages(sequence)
 
     def _find_thinking(self, sequence: Sequence, budget: int) -> None:
         """A prompt may end inside a thinking block: then its budget runs from the first token."""
@@ -431,8 +444,6 @@ class Engine:
         Each choice recomputes the prompt's last token as its first decode row, which gives it logits of its
         own to sample from.
         """
-        if first.job.params.n == 1:
-            return
         for sequence in [item for item in self._unforked if item.job is first.job]:
             self._unforked.remove(sequence)
             copy = self.kv.fork(first, sequence)
@@ -473,18 +484,18 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         """The only place where a sequence ends: its row and pages go back."""
-        was_running = sequence.status is SequenceStatus.RUNNING
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
-        if was_running:
+        if sequence.row >= 0:
             self._runner.release(sequence)
             self._free_rows.append(sequence.row)
             sequence.row = -1
+        if sequence.page_table:
             self.kv.release(sequence, now)
-            for group in (self.running, self._unforked):
-                if sequence in group:
-                    group.remove(sequence)
-                    break
+        for group in (self.running, self._unforked):
+            if sequence in group:
+                group.remove(sequence)
+                break
         job = sequence.job
         if job.is_finished:
             job.timings.finished = now

@@ -121,7 +121,8 @@ class ModelConfig:
                 num_layers=int(raw["num_hidden_layers"]),
                 num_heads=heads,
                 num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-                head_dim=int(raw.get("head_dim") or hidden // heads),
+                # Qwen3's own default is 128, whatever the hidden size.
+                head_dim=int(raw.get("head_dim") or (128 if model_type == "qwen3" else hidden // heads)),
                 max_position=max_position,
                 rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
                 tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
