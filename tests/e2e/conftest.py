@@ -36,5 +36,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     )
     try:
         yield server.wait_until_ready()
+        assert "Traceback" not in server.log
     finally:
         server.close()

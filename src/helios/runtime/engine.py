@@ -468,7 +468,7 @@ class Engine:
             return
         waited = now - job.timings.received
         self._fail(
-            job, DeadlineError(f"The request did not finish within its deadline ({waited:.1f} s)."), events
+            job, DeadlineError(f"The request did not finish within its deadline ({waited:.3g} s)."), events
         )
 
     def _fail(self, job: Job, error: RequestError, events: list[TokenEvent]) -> None:
