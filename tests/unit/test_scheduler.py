@@ -37,9 +37,11 @@ class GatedRunner(FakeRunner):
         self.gate.set()
         self.entered = threading.Event()
         self.close_in = 0
+        self.pace = 0.0  # seconds a forward takes at least
 
     def forward(self, rows: list[RowPlan], samplers: list[int]) -> FakePending:
         self.entered.set()
+        time.sleep(self.pace)
         assert self.gate.wait(PATIENCE)
         if self.close_in:
             self.close_in -= 1
@@ -400,6 +402,7 @@ def test_each_tick_is_delivered_in_one_call(start: Start) -> None:
 def test_stop_ends_the_thread_and_what_is_left(start: Start) -> None:
     """Would catch jobs without an end, or callers that wait ten seconds, after a stop."""
     service = start(batch=1)
+    service.runner.pace = 0.01
     running = service.submit(max_tokens=1500)
     waiting = service.submit()
     service.wait_for(lambda: running.num_output_tokens > 0)
