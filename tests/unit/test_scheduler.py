@@ -253,6 +253,7 @@ def test_busy_engine_does_not_wait_for_company(start: Start) -> None:
 def test_cancelled_jobs_end_within_a_tick(start: Start) -> None:
     """Would catch a cancel that waits for an idle engine, or leaves pages behind."""
     service = start(batch=1)
+    service.runner.pace = 0.005
     running = service.submit(max_tokens=1500)
     waiting = service.submit()
     service.wait_for(lambda: running.num_output_tokens > 3)
