@@ -31,11 +31,6 @@ class KeyRing:
                 raise StartupError(f"HELIOS_API_KEY_FILE={settings.api_key_file}: holds no key")
         self._digests = [_digest(key) for key in keys]
 
-    @property
-    def required(self) -> bool:
-        """Whether callers need a key at all."""
-        return bool(self._digests)
-
     def identify(self, headers: Headers) -> str:
         """A label for the caller's key (empty where none is needed). Raises AuthenticationError."""
         if not self._digests:

@@ -190,8 +190,3 @@ def _open(path: Path) -> Any:
         return cast(Any, safe_open)(str(path), framework="pt", device="cpu")
     except Exception as error:  # safetensors raises its own SafetensorError and OSError
         raise StartupError(f"{path} cannot be read as safetensors ({error}): download it again") from None
-
-
-def count_bytes(module: nn.Module) -> int:
-    """Bytes of a module's parameters."""
-    return sum(parameter.nbytes for parameter in module.parameters())
