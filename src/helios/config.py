@@ -87,8 +87,37 @@ class Settings(BaseSettings):
     cpu_kv_bytes: int = _flag(1 << 30, "KV pool size on the CPU, in bytes.", ge=1 << 20)
     prefix_cache: bool = _flag(True, "Keep and share the KV pages of computed 256-token blocks.")
     prefix_cache_ttl_seconds: float = _flag(300.0, "Sliding lifetime of a cached block.", gt=0)
+    kv_offload_bytes: int = _flag(
+        0,
+        "Host memory (pinned, on a GPU) for cached blocks that the KV pool has no room for; 0: they are dropped.",
+        ge=0,
+    )
 
     # Scheduling
+    scheduling_policy: Literal["fcfs", "priority"] = _flag(
+        "fcfs",
+        "Order of waiting requests: as they came, or by their field 'priority', lower values first.",
+    )
+    priority_age_seconds: float = _flag(
+        30.0, "With policy priority: a request that waited this long goes before all others.", gt=0
+    )
+    admission: Literal["reserve", "on_demand"] = _flag(
+        "on_demand",
+        "'reserve' holds pages for the longest possible answer; 'on_demand' gives them as tokens come, and when "
+        "memory is short puts back the newest (or least urgent) request, which later goes on where it was.",
+    )
+    chunked_prefill: bool = _flag(
+        True, "Prompts run in chunks beside decoding. Off: prompts first, decoding only when none waits."
+    )
+    long_prefill_token_threshold: int = _flag(
+        0, "Most tokens of one prompt in a tick; 0: only the budget limits them.", ge=0
+    )
+    target_itl_ms: float | None = _flag(
+        None,
+        "While requests decode, prompt chunks are cut so that a tick is expected to stay below this; 0: never "
+        "cut. Default: 30 with CUDA graphs, else 0.",
+        ge=0,
+    )
     prefill_chunk_size: int | None = _flag(
         None, "Token budget of one tick, decode and prefill together. Default: chosen from the device.", ge=1
     )
@@ -171,6 +200,7 @@ class Settings(BaseSettings):
     metrics_alias: Literal["none", "vllm"] = _flag(
         "none", "'vllm' also exposes the metrics under vLLM's names, for routers that read those."
     )
+    tick_log: int = _flag(0, "Number of last ticks kept for GET /internal/ticks; 0: none.", ge=0, le=1_000_000)
     log_level: Literal["debug", "info", "warning", "error"] = _flag("info", "Least severe log lines shown.")
 
     @field_validator("served_model_name", "cors_origins", "api_keys", mode="before")
