@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from helios.config import PAGE_SIZE
 from helios.runtime.batch import AttentionPlan
-from helios.runtime.qwen3 import attention
+from helios.runtime.qwen3 import attention_cpu
 from helios.runtime.qwen3.attention import attend
 
 HEAD_DIM = 16
@@ -102,7 +102,7 @@ def test_paged_attention_equals_a_plain_softmax(
 @torch.inference_mode()
 def test_chunks_longer_than_a_tile(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
     """Would catch a tile that sees the keys of another, or the last, shorter tile left out."""
-    monkeypatch.setattr(attention, "CPU_QUERY_TILE", tile)
+    monkeypatch.setattr(attention_cpu, "CPU_QUERY_TILE", tile)
     rows = [(1, 300), (64, 64), (65, 400), (130, 513)]
     q, k_pages, v_pages, plan = make_case(rows, 4, 2, 5, in_order=False)
     got = attend(q, k_pages, v_pages, plan)
@@ -112,7 +112,7 @@ def test_chunks_longer_than_a_tile(monkeypatch: pytest.MonkeyPatch, tile: int) -
 @torch.inference_mode()
 def test_chunk_longer_than_the_real_tile() -> None:
     """Would catch a tile size that only works when it divides the chunk."""
-    size = attention.CPU_QUERY_TILE + 3
+    size = attention_cpu.CPU_QUERY_TILE + 3
     rows = [(size, size + 100)]
     q, k_pages, v_pages, plan = make_case(rows, 2, 1, 6, in_order=True)
     got = attend(q, k_pages, v_pages, plan)
