@@ -19,7 +19,8 @@ from helios.api.state import ServerState
 from helios.config import Settings
 from helios.runtime.chat import ChatTemplate, load_chat_template
 from helios.runtime.detokenizer import Vocabulary
-from helios.runtime.frontend import Frontend, ModelInfo
+from helios.runtime.frontend import Frontend
+from helios.runtime.job_builder import ModelInfo
 from helios.runtime.metrics import Metrics
 from helios.runtime.prompt_encoder import control_tokens
 from helios.runtime.request import Grammar

@@ -14,8 +14,8 @@ from helios.api.answer import (
     usage_and_timings,
 )
 from helios.errors import RequestError
-from helios.runtime.frontend import Prompt
 from helios.runtime.generation import Generation
+from helios.runtime.job_builder import Prompt
 from helios.runtime.prompt_encoder import PromptEncoder
 from helios.runtime.reporting import usage_report
 from helios.runtime.request import TokenEvent

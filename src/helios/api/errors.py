@@ -16,11 +16,11 @@ from pydantic_core import ErrorDetails
 from starlette.responses import Response
 
 from helios.errors import InvalidRequestError, NotFoundError, RateLimitError, RequestError, UnavailableError
+from helios.runtime.sampling_rules import MAX_ECHO, bound_problem, echo, kind_of
 
 Model = TypeVar("Model", bound=BaseModel)
 
 MAX_PROBLEMS = 10
-MAX_ECHO = 200
 
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -131,12 +131,7 @@ _TYPE_NAMES = {
     "model_attributes_type": "an object",
     "finite_number": "a finite number",
 }
-_BOUNDS = {
-    "greater_than": ("below minimum value", "below_min_value", ">", "gt"),
-    "greater_than_equal": ("below minimum value", "below_min_value", ">=", "ge"),
-    "less_than": ("above maximum value", "above_max_value", "<", "lt"),
-    "less_than_equal": ("above maximum value", "above_max_value", "<=", "le"),
-}
+_BOUNDS = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
 
 
 def _describe(path: str, problems: Sequence[ErrorDetails]) -> tuple[str, str]:
@@ -149,19 +144,14 @@ def _describe(path: str, problems: Sequence[ErrorDetails]) -> tuple[str, str]:
     if len(expected) == len(problems):
         wanted = " or ".join(dict.fromkeys(expected))
         return (
-            f"Invalid type for '{path}': expected {wanted}, but got {json_kind(value)} instead.",
+            f"Invalid type for '{path}': expected {wanted}, but got {kind_of(value)} instead.",
             "invalid_type",
         )
     if kind == "missing":
         return f"Missing required parameter: '{path}'.", "missing_required_parameter"
     if kind in _BOUNDS:
-        words, code, sign, key = _BOUNDS[kind]
-        number = "integer" if isinstance(value, int) else "decimal"
-        text = (
-            f"Invalid '{path}': {number} {words}. Expected a value {sign} {context[key]}, "
-            f"but got {echo(value)} instead."
-        )
-        return text, f"{number}_{code}"
+        key = _BOUNDS[kind]
+        return bound_problem(path, value, key, context[key])
     if kind in ("literal_error", "enum"):
         return (
             f"Invalid value for '{path}': {echo(value)}. Supported values are: {context['expected']}.",
@@ -175,34 +165,3 @@ def _describe(path: str, problems: Sequence[ErrorDetails]) -> tuple[str, str]:
     if kind == "value_error":
         return f"Invalid '{path}': {str(context.get('error', ''))[:MAX_ECHO]}", "invalid_value"
     return f"Invalid '{path}': {details['msg'][:MAX_ECHO]}.", "invalid_value"
-
-
-def json_kind(value: object) -> str:
-    """How JSON names a value's type."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "a boolean"
-        case int():
-            return "an integer"
-        case float():
-            return "a decimal"
-        case str():
-            return "a string"
-        case list():
-            return "an array"
-        case _:
-            return "an object"
-
-
-def echo(value: object) -> str:
-    """A value as it may be repeated in an error message."""
-    if isinstance(value, str):
-        value = value[:MAX_ECHO]
-    elif isinstance(value, int) and value.bit_length() > 256:
-        return "a very large number"
-    elif isinstance(value, list | dict):
-        return json_kind(value)  # pyright: ignore[reportUnknownArgumentType]
-    text = repr(value)
-    return text if len(text) <= MAX_ECHO else text[: MAX_ECHO - 1] + "…"

@@ -9,7 +9,8 @@ from typing import Any
 from helios.config import DEMO_MODEL, Settings
 from helios.runtime.build import Built, build
 from helios.runtime.chat import load_chat_template
-from helios.runtime.frontend import Frontend, GenerationDefaults, ModelInfo
+from helios.runtime.frontend import Frontend
+from helios.runtime.job_builder import GenerationDefaults, ModelInfo
 from helios.runtime.metrics import Metrics
 from helios.runtime.progress import StartupProgress
 from helios.runtime.prompt_encoder import control_tokens
@@ -32,24 +33,15 @@ class Assembled:
 def assemble(settings: Settings, progress: StartupProgress | None = None) -> Assembled:
     """Build everything behind the API and start the worker. Raises StartupError."""
     built = build(settings, progress)
-    engine, snapshot = built.engine, built.snapshot
-    template = load_chat_template(snapshot.folder, control_tokens(built.tokenizer))
+    engine = built.engine
+    template = load_chat_template(built.snapshot.folder, control_tokens(built.tokenizer))
     scheduler = Scheduler(
         engine,
         max_queue_size=built.limits.max_queue_size,
         max_queue_tokens=settings.max_queue_tokens,
         batch_wait=built.limits.batch_wait_ms / 1e3,
     )
-    names = _names(settings, snapshot)
-    model = ModelInfo(
-        name=names[0],
-        aliases=tuple(names[1:]),
-        revision=snapshot.revision,
-        max_model_len=engine.config.max_model_len,
-        vocab_size=min(built.vocabulary.size, snapshot.config.vocab_size),
-        eos_token_ids=tuple(sorted(engine.config.eos_token_ids)),
-        generation_defaults=_generation_defaults(settings, snapshot),
-    )
+    model = model_info(settings, built)
     metrics = Metrics(model.name, model.max_model_len, settings.metrics_alias)
     engine.on_tick = metrics.observe_tick
     frontend = Frontend(
@@ -58,6 +50,21 @@ def assemble(settings: Settings, progress: StartupProgress | None = None) -> Ass
     )  # fmt: skip
     scheduler.start()
     return Assembled(frontend, scheduler, built, built.report())
+
+
+def model_info(settings: Settings, built: Built) -> ModelInfo:
+    """What is known of a built model beside its weights."""
+    snapshot, config = built.snapshot, built.engine.config
+    names = _names(settings, snapshot)
+    return ModelInfo(
+        name=names[0],
+        aliases=tuple(names[1:]),
+        revision=snapshot.revision,
+        max_model_len=config.max_model_len,
+        vocab_size=min(built.vocabulary.size, snapshot.config.vocab_size),
+        eos_token_ids=tuple(sorted(config.eos_token_ids)),
+        generation_defaults=_generation_defaults(settings, snapshot),
+    )
 
 
 def _names(settings: Settings, snapshot: Snapshot) -> list[str]:

@@ -11,28 +11,21 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
 from helios.config import Settings
-from helios.errors import (
-    ContextLengthError,
-    EngineDeadError,
-    InvalidRequestError,
-    NotReadyError,
-    RequestError,
-    UnsupportedParameterError,
-)
+from helios.errors import EngineDeadError, NotReadyError, RequestError, UnsupportedParameterError
 from helios.runtime.chat import ChatTemplate, Message, ToolSpec
 from helios.runtime.detokenizer import Vocabulary
 from helios.runtime.generation import Generation
+from helios.runtime.job_builder import ChatOptions, JobBuilder, JobOptions, ModelInfo, Prompt
 from helios.runtime.metrics import Metrics
 from helios.runtime.output_parser import OutputParser
-from helios.runtime.prompt_encoder import PromptEncoder, context_error
+from helios.runtime.prompt_encoder import PromptEncoder
 from helios.runtime.request import Deliver, Grammar, Job, SamplingParams, Timings, TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -75,71 +68,6 @@ class Grammars(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """Sampling values of a request that names none. ``max_tokens=0`` means all the room left."""
-
-    temperature: float = 0.2
-    top_p: float = 0.95
-    top_k: int = 0
-    min_p: float = 0.0
-    max_tokens: int = 256
-    repetition_penalty: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What clients may know of the served model. ``created`` is in Unix seconds."""
-
-    name: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    aliases: tuple[str, ...] = ()
-    revision: str | None = None
-    generation_defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every name that a request may use."""
-        return (self.name, *self.aliases)
-
-
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """How a dialogue is rendered. ``enable_thinking=None`` leaves it to the template."""
-
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    enable_thinking: bool | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-@dataclass(slots=True)
-class Prompt:
-    """A prompt ready to be queued."""
-
-    ids: list[int]
-    timings: Timings
-    starts_in_thinking: bool = False
-    text: str | None = None  # as it was written, for a completion's echo
-
-
-@dataclass(frozen=True, slots=True)
-class JobOptions:
-    """What a request asks of its jobs beside the sampling. ``max_tokens=None`` takes the default, clamped
-    to the room left; a number that does not fit is refused."""
-
-    max_tokens: int | None = None
-    cache_salt: str | None = None
-    priority: int = 0
-    timeout_seconds: float | None = None
-    param: str = "messages"  # the field that error messages name
-    # Shorten a max_tokens that does not fit instead of refusing it, for protocols that demand a number.
-    clamp: bool = False
-
-
 class Frontend:
     """Builds jobs from prompts and hands their events out. One per server."""
 
@@ -161,6 +89,7 @@ class Frontend:
         self.model = model
         self.metrics = metrics
         self.encoder = PromptEncoder(tokenizer, model.max_model_len, vocabulary)
+        self.builder = JobBuilder(settings, template, self.encoder, model)
         self._grammars = grammars
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="helios-tokenize")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -179,55 +108,16 @@ class Frontend:
     ) -> Prompt:
         """Render and tokenize a dialogue. Raises InvalidRequestError and ContextLengthError."""
         timings = Timings()
-        template = self.template
-        if template is None:
-            raise InvalidRequestError(
-                "This model has no chat template; use /v1/completions.",
-                param="messages",
-                code="unsupported_value",
-            )
-
-        def work() -> Prompt:
-            rendered = template.render(
-                messages,
-                tools=tools,
-                add_generation_prompt=options.add_generation_prompt,
-                continue_final_message=options.continue_final_message,
-                enable_thinking=options.enable_thinking,
-                template_kwargs=options.template_kwargs,
-                mark_control_tokens=True,
-            )
-            ids = self.encoder.encode_chat(rendered)
-            timings.tokenized = time.perf_counter()
-            return Prompt(ids, timings, self.encoder.starts_in_thinking(ids))
-
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        self.builder.require_template()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._pool, self.builder.chat_prompt, messages, tools, options, timings
+        )
 
     async def encode_prompts(self, prompts: Sequence[str | list[int]], param: str = "prompt") -> list[Prompt]:
         """Tokenize raw prompts; token ids are checked and taken as they are."""
-        received = time.perf_counter()
-
-        def work() -> list[Prompt]:
-            encoded: list[Prompt] = []
-            for prompt in prompts:
-                if isinstance(prompt, str):
-                    ids, text = self.encoder.encode_text(prompt, param), prompt
-                else:
-                    ids, text = prompt, None
-                    self._check_ids(ids, param)
-                if not ids:
-                    raise InvalidRequestError(f"Invalid '{param}': the prompt is empty.", param=param)
-                timings = Timings(received=received, tokenized=time.perf_counter())
-                encoded.append(Prompt(ids, timings, self.encoder.starts_in_thinking(ids), text))
-            return encoded
-
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-    def _check_ids(self, ids: list[int], param: str) -> None:
-        if ids and not 0 <= min(ids) <= max(ids) < self.model.vocab_size:
-            raise InvalidRequestError(
-                f"Invalid '{param}': token ids must be from 0 to {self.model.vocab_size - 1}.", param=param
-            )
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self.builder.prompts, prompts, param)
 
     async def check_grammar(self, grammar: Grammar | None, param: str) -> None:
         """Compile a constraint before the request is queued, so that what cannot be done is a 400."""
@@ -261,45 +151,10 @@ class Frontend:
         self, prompts: Sequence[Prompt], params: SamplingParams, options: JobOptions, request_id: str
     ) -> Generation:
         generation = Generation(self.scheduler, self.metrics, self._active.discard)
-        timeout = options.timeout_seconds or self.settings.request_timeout_seconds
         for number, prompt in enumerate(prompts):
-            max_tokens = self.answer_length(len(prompt.ids), options)
             job_id = request_id if len(prompts) == 1 else f"{request_id}-{number}"
-            generation.add(
-                Job(
-                    job_id,
-                    prompt.ids,
-                    replace(params, max_tokens=max_tokens),
-                    max_tokens=max_tokens,
-                    cache_salt=options.cache_salt,
-                    priority=options.priority,
-                    deadline=prompt.timings.received + timeout if timeout else None,
-                    timings=prompt.timings,
-                )
-            )
+            generation.add(self.builder.job(prompt, params, options, job_id))
         return generation
-
-    def answer_length(self, prompt_tokens: int, options: JobOptions) -> int:
-        """How many tokens the answer may have. Raises ContextLengthError with the true numbers."""
-        asked, param = options.max_tokens, options.param
-        context = self.model.max_model_len
-        room = context - prompt_tokens
-        if room < 1:
-            raise context_error(context, str(prompt_tokens), param)
-        if asked is None:
-            default = self.model.generation_defaults.max_tokens or room
-            return min(default, room, self.settings.max_tokens_limit or room)
-        if asked > room and options.clamp:
-            return room
-        if asked > room:
-            noun = "messages" if param == "messages" else "prompt"
-            raise ContextLengthError(
-                f"This model's maximum context length is {context} tokens. However, you requested "
-                f"{prompt_tokens + asked} tokens ({prompt_tokens} in the {noun}, {asked} in the completion). "
-                f"Please reduce the length of the {noun} or completion.",
-                param=param,
-            )
-        return asked
 
     def output_parser(self, *, tools: bool, starts_in_thinking: bool, incremental: bool) -> OutputParser:
         """A parser for one choice of a chat."""

@@ -7,13 +7,15 @@ uncomputed and decodes while exactly one is. Nothing here imports torch.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from helios.errors import RequestError
+from helios.errors import InvalidRequestError, RequestError
+from helios.runtime.sampling_rules import MAX_GRAMMAR_CHARACTERS, normalized
 
 if TYPE_CHECKING:
     from helios.runtime.detokenizer import Detokenizer
@@ -39,6 +41,39 @@ class Grammar:
     # Token id after which the constraint starts (``</think>``), or None to constrain from the first token.
     starts_after: int | None = None
 
+    @classmethod
+    def of(
+        cls, kind: str, value: object, *, param: str = "grammar", starts_after: int | None = None
+    ) -> Grammar:
+        """From a schema, a list or a text. Raises InvalidRequestError naming ``param`` if it is too long."""
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if len(text) > MAX_GRAMMAR_CHARACTERS:
+            raise InvalidRequestError(
+                f"Invalid '{param}': longer than {MAX_GRAMMAR_CHARACTERS} characters.", param=param
+            )
+        return cls(kind, text, starts_after)
+
+    @classmethod
+    def json_schema(cls, schema: Any) -> Grammar:
+        """JSON that follows a schema: a dictionary, its JSON text, or a pydantic model class."""
+        described = getattr(schema, "model_json_schema", None)
+        return cls.of("json_schema", described() if described is not None else schema)
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls("json_object", "{}")
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that matches a regular expression as a whole."""
+        return cls.of("regex", pattern)
+
+    @classmethod
+    def choice(cls, options: Iterable[str]) -> Grammar:
+        """One of some strings."""
+        return cls.of("choice", list(options))
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -47,6 +82,8 @@ class SamplingParams:
     The defaults are the server's (temperature 0.2, top_p 0.95, 256 tokens). ``max_tokens=None`` means
     all the room that the context leaves. ``logprobs`` is None for none, otherwise how many alternatives
     to report beside the chosen token (0 to 20); ``prompt_logprobs`` likewise for the prompt's tokens.
+    Values have the bounds of the HTTP API; ``stop`` may also be given as one string or a list, the other
+    tuples as lists, ``logit_bias`` as a dictionary. Raises InvalidRequestError naming the field.
     """
 
     max_tokens: int | None = 256
@@ -71,6 +108,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
     # At most this many tokens of thinking; then the engine writes the end-of-thinking tokens itself.
     thinking_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in normalized(self).items():
+            object.__setattr__(self, name, value)
 
     @property
     def needs_logit_edits(self) -> bool:
@@ -273,6 +314,11 @@ class Job:
     @property
     def num_output_tokens(self) -> int:
         return sum(sequence.num_output_tokens for sequence in self.sequences)
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """The sequences that have not ended; the first computes the prompt for the others."""
+        return [sequence for sequence in self.sequences if not sequence.is_finished]
 
     @property
     def is_finished(self) -> bool:

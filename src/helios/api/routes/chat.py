@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 
 from fastapi import APIRouter
@@ -11,6 +10,14 @@ from starlette.responses import Response
 
 from helios.api.answer import AnswerIdentity
 from helios.api.chat_answer import ChatCollector, ChatStream
+from helios.api.chat_request import (
+    rendering,
+    stop_after_one_call,
+    thinking_budget,
+    uses_tools,
+    will_think,
+    with_tools,
+)
 from helios.api.errors import validate
 from helios.api.routes.common import (
     BODY_ERRORS,
@@ -20,15 +27,12 @@ from helios.api.routes.common import (
     read_request,
     usage_note,
 )
-from helios.api.schemas.chat import ChatRequest, NamedToolChoice, Tool
-from helios.api.schemas.common import JsonObject
+from helios.api.schemas.chat import ChatRequest
 from helios.api.sse import EventStream, cancel_on_disconnect
-from helios.errors import InvalidRequestError, UnsupportedParameterError
-from helios.runtime.frontend import ChatOptions, Frontend, Prompt
+from helios.runtime.frontend import Frontend
 from helios.runtime.generation import Generation
+from helios.runtime.job_builder import Prompt
 from helios.runtime.output_parser import OutputParser
-from helios.runtime.request import Grammar
-from helios.runtime.tool_grammar import tool_call_grammar, tool_call_or_json_grammar
 
 router = APIRouter()
 
@@ -44,31 +48,10 @@ class StartedChat:
 
 async def render_chat(frontend: Frontend, body: ChatRequest) -> tuple[Prompt, bool]:
     """The prompt of a checked chat request, and whether the model will think. Raises RequestError."""
-    template = frontend.template
-    if template is None:
-        raise InvalidRequestError(
-            "This model has no chat template; use /v1/completions.",
-            param="messages",
-            code="unsupported_value",
-        )
-    kwargs = dict(body.chat_template_kwargs or {})
-    enable_thinking = body.thinking(template, frontend.settings.enable_thinking)
-    kwargs.pop("enable_thinking", None)
-    template.check_kwargs(kwargs)
-    options = ChatOptions(
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
-        enable_thinking=enable_thinking,
-        template_kwargs=kwargs,
-    )
-    messages, tools = body.template_messages(template), body.template_tools()
-    if tools and "tools" not in template.variables:
-        raise UnsupportedParameterError("This model's chat template has no tools.", param="tools")
+    template = frontend.builder.require_template()
+    messages, tools, options = rendering(body, template, frontend.settings.enable_thinking)
     prompt = await frontend.encode_chat(messages, tools, options)
-    thinks = enable_thinking if enable_thinking is not None else template.thinking == "always"
-    if options.continue_final_message:
-        thinks = prompt.starts_in_thinking
-    return prompt, thinks
+    return prompt, will_think(options, template, prompt)
 
 
 async def start_chat(
@@ -88,80 +71,29 @@ async def start_chat(
     check_model(body.model, info)
     body.check(settings)
     prompt, thinks = await render_chat(frontend, body)
-    grammar, grammar_param = _grammar(frontend, body, thinks)
+    tokens = frontend.encoder.structural
+    asked, grammar_param = body.grammar(tokens.think_end if thinks else None)
+    grammar, grammar_param = with_tools(body, asked, grammar_param, tokens, thinks)
     await frontend.check_grammar(grammar, grammar_param)
     params = body.sampling_params(
         info,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        thinking_budget=_thinking_budget(body, thinks),
+        thinking_budget=thinking_budget(body, thinks),
         grammar=grammar,
     )
-    uses_tools = bool(body.tools) and body.tool_choice != "none"
-    call_end = frontend.encoder.structural.tool_call_end
-    if uses_tools and body.parallel_tool_calls is False and call_end is not None:
-        params = replace(params, stop_token_ids=(*params.stop_token_ids, call_end))
+    params = stop_after_one_call(body, params, tokens)
     options = replace(body.job_options(body.answer_tokens(), settings, "messages"), clamp=clamp)
     identity = AnswerIdentity.new(id_prefix, info.name)
     generation = frontend.submit([prompt], params, options, identity.id)
     parsers = [
         frontend.output_parser(
-            tools=uses_tools,
+            tools=uses_tools(body),
             starts_in_thinking=prompt.starts_in_thinking,
             incremental=incremental,
         )
         for _ in range(params.n)
     ]
     return StartedChat(identity, generation, parsers)
-
-
-def _thinking_budget(body: ChatRequest, thinks: bool) -> int | None:
-    for param, budget in (
-        ("thinking_budget", body.thinking_budget),
-        ("thinking_token_budget", body.thinking_token_budget),
-    ):
-        if budget is not None:
-            if not thinks:
-                raise UnsupportedParameterError(
-                    f"'{param}' has no effect: thinking is off for this request.", param=param
-                )
-            return budget
-    return None
-
-
-def _grammar(frontend: Frontend, body: ChatRequest, thinks: bool) -> tuple[Grammar | None, str]:
-    tokens = frontend.encoder.structural
-    after = tokens.think_end if thinks else None
-    grammar, param = body.grammar(after)
-    choice = body.tool_choice
-    if choice == "none" or not body.tools:
-        return grammar, param
-    if choice in (None, "auto"):
-        if grammar is not None and grammar.kind in ("json_schema", "json_object"):
-            # Agents ask for both: the model may call tools first and must answer in JSON in the end.
-            schema = json.loads(grammar.text) if grammar.kind == "json_schema" else {"type": "object"}
-            functions = [_function(tool) for tool in body.tools]
-            return tool_call_or_json_grammar(functions, schema, tokens, after_thinking=thinks), param
-        return grammar, param
-    if grammar is not None:
-        raise InvalidRequestError(
-            "A forced tool call and a constrained output cannot be used together.", param="tool_choice"
-        )
-    tools = body.tools
-    parallel = body.parallel_tool_calls is not False
-    if isinstance(choice, NamedToolChoice):
-        tools = [tool for tool in tools if tool.function.name == choice.function.name]
-        parallel = False
-    forced = tool_call_grammar(
-        [_function(tool) for tool in tools],
-        tokens,
-        parallel=parallel,
-        after_thinking=after is not None,
-    )
-    return forced, "tools"
-
-
-def _function(tool: Tool) -> JsonObject:
-    return {"name": tool.function.name, "parameters": tool.function.parameters}
 
 
 @router.post(

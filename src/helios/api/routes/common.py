@@ -12,8 +12,9 @@ from starlette.responses import Response
 from helios.api.body import read_json
 from helios.api.state import ServerState
 from helios.errors import InvalidRequestError, NotFoundError
-from helios.runtime.frontend import Frontend, ModelInfo
+from helios.runtime.frontend import Frontend
 from helios.runtime.generation import Generation
+from helios.runtime.job_builder import ModelInfo
 
 # Every status that a route with a body can send, for the OpenAPI document.
 _ERRORS = {

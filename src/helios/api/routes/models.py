@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from helios.api.routes.common import PLAIN_ERRORS, check_model, documented, json_response, server_state
-from helios.runtime.frontend import ModelInfo
+from helios.runtime.job_builder import ModelInfo
 
 router = APIRouter()
 

@@ -18,8 +18,18 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from helios.config import Settings
 from helios.errors import InvalidRequestError, UnsupportedParameterError
-from helios.runtime.frontend import JobOptions, ModelInfo
+from helios.runtime.job_builder import JobOptions, ModelInfo
 from helios.runtime.request import Grammar, SamplingParams
+from helios.runtime.sampling_rules import (
+    BOUNDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    SEED_MASK,
+    bound_problem,
+    check_token_ids,
+)
 
 # Sent by SDKs and frameworks; about accounts and storage, never about the answer.
 HARMLESS = frozenset(
@@ -48,7 +58,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "include_reasoning": (True,),
     "length_penalty": (1,),
     "modalities": (["text"],),
-    "priority": (0,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "speed": ("standard",),
@@ -59,11 +68,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "verbosity": ("medium",),
 }
-MAX_STOP_STRINGS = 64
-MAX_STOP_LENGTH = 1024
-MAX_LOGIT_BIAS = 1024
-MAX_GRAMMAR_CHARACTERS = 256 * 1024
-_SEED_MASK = (1 << 64) - 1
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -113,6 +117,12 @@ class StreamOptions(RequestModel):
     include_obfuscation: bool | None = Field(None, description="Accepted; no padding is ever sent.")
 
 
+def _bounded(name: str, description: str | None = None) -> Any:
+    """An optional field with the bounds that the library checks, too."""
+    bounds: dict[str, Any] = dict(BOUNDS[name])
+    return Field(None, description=description, **bounds)
+
+
 def _few_entries(bias: object) -> object:
     """Before the entries are looked at one by one."""
     entries = len(cast("JsonObject", bias)) if isinstance(bias, dict) else 0
@@ -127,21 +137,21 @@ class SamplingFields(RequestModel):
     harmless = HARMLESS
 
     model: str | None = Field(None, description="Served model name or alias; default: the served model.")
-    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy.")
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=1_000_000, description="0 or -1: off.")
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(1 << 63), le=_SEED_MASK)
-    n: int | None = Field(None, ge=1)
+    temperature: float | None = _bounded("temperature", "0 is greedy.")
+    top_p: float | None = _bounded("top_p")
+    top_k: int | None = _bounded("top_k", "0 or -1: off.")
+    min_p: float | None = _bounded("min_p")
+    seed: int | None = _bounded("seed")
+    n: int | None = _bounded("n")
     stop: str | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, ge=0)
+    min_tokens: int | None = _bounded("min_tokens")
     max_tokens: int | None = Field(None, ge=0)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    presence_penalty: float | None = _bounded("presence_penalty")
+    frequency_penalty: float | None = _bounded("frequency_penalty")
+    repetition_penalty: float | None = _bounded("repetition_penalty")
     logit_bias: (
         Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few_entries)] | None
     ) = None
@@ -150,6 +160,7 @@ class SamplingFields(RequestModel):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     timeout_seconds: float | None = Field(None, gt=0, le=7 * 86400)
+    priority: int | None = _bounded("priority", "Lower runs first; needs HELIOS_SCHEDULING_POLICY=priority.")
 
     @property
     def streams(self) -> bool:
@@ -167,6 +178,7 @@ class SamplingFields(RequestModel):
             raise above_maximum("n", self.n, settings.max_choices)
         if self.stop == "":
             raise InvalidRequestError("Invalid 'stop': a stop string must not be empty.", param="stop")
+        check_priority(self.priority or 0, settings)
 
     def sampling_params(self, info: ModelInfo, **extra: Any) -> SamplingParams:
         """The parameters of this request, with the model's defaults for what it leaves out.
@@ -181,10 +193,10 @@ class SamplingFields(RequestModel):
             top_k=max(0, _or(self.top_k, defaults.top_k)),
             min_p=_or(self.min_p, defaults.min_p),
             repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
-            seed=None if self.seed is None else self.seed & _SEED_MASK,
+            seed=None if self.seed is None else self.seed & SEED_MASK,
             n=self.n or 1,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            stop_token_ids=tuple(self._checked_ids("stop_token_ids", self.stop_token_ids or [], info)),
+            stop_token_ids=self._stop_token_ids(info),
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             ignore_eos=bool(self.ignore_eos),
             min_tokens=self.min_tokens or 0,
@@ -196,7 +208,7 @@ class SamplingFields(RequestModel):
         )
 
     def job_options(self, max_tokens: int | None, settings: Settings, param: str) -> JobOptions:
-        """Length, deadline and cache salt. Raises InvalidRequestError."""
+        """Length, deadline, priority and cache salt. Raises InvalidRequestError."""
         limit = settings.max_tokens_limit
         if max_tokens is not None and limit is not None and max_tokens > limit:
             raise above_maximum("max_tokens", max_tokens, limit)
@@ -205,6 +217,7 @@ class SamplingFields(RequestModel):
         return JobOptions(
             max_tokens=max_tokens,
             cache_salt=self.cache_salt,
+            priority=self.priority or 0,
             timeout_seconds=self.timeout_seconds,
             param=param,
         )
@@ -212,15 +225,12 @@ class SamplingFields(RequestModel):
     def _logit_bias(self, info: ModelInfo) -> tuple[tuple[int, float], ...]:
         bias = self.logit_bias or {}
         ids = [int(key) if key.isascii() and key.isdigit() and len(key) < 12 else -1 for key in bias]
-        self._checked_ids("logit_bias", ids, info)
+        check_token_ids("logit_bias", ids, info.vocab_size)
         return tuple(zip(ids, bias.values(), strict=True))
 
-    @staticmethod
-    def _checked_ids(param: str, ids: list[int], info: ModelInfo) -> list[int]:
-        if any(not 0 <= token_id < info.vocab_size for token_id in ids):
-            raise InvalidRequestError(
-                f"Invalid '{param}': token ids must be integers from 0 to {info.vocab_size - 1}.", param=param
-            )
+    def _stop_token_ids(self, info: ModelInfo) -> tuple[int, ...]:
+        ids = tuple(self.stop_token_ids or ())
+        check_token_ids("stop_token_ids", ids, info.vocab_size)
         return ids
 
 
@@ -265,12 +275,7 @@ class StructuredFields(RequestModel):
         found: list[tuple[str, Grammar]] = []
 
         def add(param: str, kind: str, value: object) -> None:
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            if len(text) > MAX_GRAMMAR_CHARACTERS:
-                raise InvalidRequestError(
-                    f"Invalid '{param}': longer than {MAX_GRAMMAR_CHARACTERS} characters.", param=param
-                )
-            found.append((param, Grammar(kind, text, starts_after)))
+            found.append((param, Grammar.of(kind, value, param=param, starts_after=starts_after)))
 
         self._add_response_format(add)
         nested = self.structured_outputs
@@ -324,12 +329,18 @@ def _schema_text(param: str, value: object) -> object:
 
 def above_maximum(param: str, value: int, maximum: int) -> InvalidRequestError:
     """OpenAI's words for a number that is too large."""
-    return InvalidRequestError(
-        f"Invalid '{param}': integer above maximum value. Expected a value <= {maximum}, "
-        f"but got {value} instead.",
-        param=param,
-        code="integer_above_max_value",
-    )
+    text, code = bound_problem(param, value, "le", maximum)
+    return InvalidRequestError(text, param=param, code=code)
+
+
+def check_priority(priority: int, settings: Settings, param: str = "priority") -> None:
+    """Refuse a priority that the scheduling policy would not look at. Raises InvalidRequestError."""
+    if priority and settings.scheduling_policy != "priority":
+        raise InvalidRequestError(
+            f"Invalid '{param}': {priority} has no effect with HELIOS_SCHEDULING_POLICY="
+            f"{settings.scheduling_policy}; only 0 is allowed unless it is 'priority'.",
+            param=param,
+        )
 
 
 def _or(value: Value | None, default: Value) -> Value:
