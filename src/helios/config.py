@@ -161,6 +161,11 @@ class Settings(BaseSettings):
     dependent_launch: bool = _flag(
         True, "Let a kernel's start overlap the end of the one before (SM90 and newer)."
     )
+    prefill_attention: Literal["auto", "fa2", "triton", "fa3"] = _flag(
+        "auto",
+        "What computes prompt attention: the fastest on this card (auto), or one by name; fa3 needs the package "
+        "of 'uv sync --extra fa3'. Needs cuda_graphs.",
+    )
     tune_seconds: float = _flag(3.0, "Most seconds spent at start on choosing kernels by measurement.", ge=0)
 
     # Sampling defaults

@@ -20,15 +20,13 @@ from helios.kernels.decode_attention import (
     paged_decode_reference,
 )
 from helios.kernels.linear import (
-    ROW_BUCKETS,
-    LinearTable,
     LinearWorkspace,
-    candidates,
     gemv,
     linear_reference,
     small_linear,
     split,
 )
+from helios.kernels.linear_table import ROW_BUCKETS, LinearTable, candidates
 
 pytestmark = pytest.mark.gpu
 PAGE = 256

@@ -15,16 +15,14 @@ pytest.importorskip("triton")
 from helios.kernels.common import available
 from helios.kernels.linear import (
     TORCH,
-    LinearTable,
     LinearWorkspace,
-    Measurement,
     Variant,
-    candidates,
     gemv,
     linear_reference,
     small_linear,
     split,
 )
+from helios.kernels.linear_table import LinearTable, Measurement, candidates
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(not available(DEVICE), reason="kernels were imported without the interpreter")

@@ -17,6 +17,7 @@ from helios.runtime.detokenizer import Vocabulary
 from helios.runtime.engine import Engine, EngineConfig
 from helios.runtime.grammar import GrammarCompiler
 from helios.runtime.graph_runner import GraphRunner
+from helios.runtime.prefill_backend import require
 from helios.runtime.progress import StartupProgress
 from helios.runtime.qwen3.config import ModelConfig
 from helios.runtime.qwen3.kv_cache import KVCache
@@ -163,6 +164,8 @@ class _Builder:
         self.max_model_len = _context(settings, snapshot.config)
         self.used_by_others = _used_by_others(device)
         self.end_ids = end_token_ids(snapshot.folder)
+        if self.uses_graphs:
+            require(settings.prefill_attention)
 
     def plan(self, activations: int | None = None) -> MemoryPlan:
         """The memory plan, estimated or (with a peak in bytes) measured."""
@@ -223,6 +226,7 @@ class _Builder:
             tune_seconds=0.0 if only_largest else self.settings.tune_seconds,
             max_prefill=self.limits.prefill_chunk_size,
             pdl=self.settings.dependent_launch,
+            prefill_attention=self.settings.prefill_attention,
             only_largest=only_largest,
             report=progress.advance,
         )

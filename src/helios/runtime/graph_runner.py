@@ -26,12 +26,12 @@ from helios.config import PAGE_SIZE
 from helios.kernels import sampling
 from helios.kernels.common import use_pdl
 from helios.kernels.decode_attention import DecodeWorkspace, default_config, num_columns, paged_decode
-from helios.kernels.linear import LinearTable
+from helios.kernels.linear_table import LinearTable
 from helios.kernels.step import begin_step, end_step
 from helios.runtime.engine import StepResult
 from helios.runtime.page_pool import DUMMY_PAGE
 from helios.runtime.policy import RowPlan
-from helios.runtime.qwen3.attention import prefill_attention
+from helios.runtime.prefill_backend import BUDGET_S, Choice, choose_prefill
 from helios.runtime.qwen3.fused import Attend, FusedForward, TokenInputs
 from helios.runtime.request import Sequence
 from helios.runtime.runner import ForwardClock, ModelRunner, Pending, spread_logprobs
@@ -70,11 +70,13 @@ class GraphRunner(ModelRunner):
         tune_seconds: float,
         max_prefill: int,
         pdl: bool,
+        prefill_attention: Choice = "auto",
         only_largest: bool = False,
         report: Callable[[int, int], object] = lambda done, total: None,
     ) -> None:
         """Choose kernels by measurement and capture the graphs. ``max_prefill`` bounds the mixed ladder,
-        ``pdl`` allows programmatic dependent launch; ``only_largest`` captures just the graphs that decide
+        ``pdl`` allows programmatic dependent launch, ``prefill_attention`` names what computes prompt attention
+        or leaves it to measurement; ``only_largest`` captures just the graphs that decide
         how much memory is needed."""
         device, config = self.device, self.model.config
         use_pdl(pdl, device)
@@ -98,6 +100,11 @@ class GraphRunner(ModelRunner):
         )
         self._make_buffers()
         self._fused.tune(TUNED_ROWS, tune_seconds)
+        self._prefill = choose_prefill(
+            prefill_attention, device, self.cache.data.dtype,
+            heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+            budget_s=min(tune_seconds, BUDGET_S),
+        )  # fmt: skip
         self._capture_all(report)
 
     def _make_buffers(self) -> None:
@@ -298,7 +305,7 @@ class GraphRunner(ModelRunner):
                 )  # fmt: skip
             if cu_q is not None and len(table) > decode:
                 out.append(
-                    prefill_attention(
+                    self._prefill(
                         q[decode:], k_pages, v_pages, table[decode:], kv_lengths[decode:], cu_q, max_q, max_kv
                     )
                 )

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from helios.kernels.activation import silu_mul
-from helios.kernels.linear import LinearTable
+from helios.kernels.linear_table import LinearTable
 from helios.kernels.norm import add_rms_norm
 from helios.kernels.qkv import qk_norm_rope_write
 from helios.runtime.qwen3.kv_cache import KVCache

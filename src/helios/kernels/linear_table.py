@@ -1,0 +1,158 @@
+"""Picks the kernel of a few-row linear by measurement: cuBLAS or a variant of :mod:`helios.kernels.linear`."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from helios.kernels.common import available
+from helios.kernels.linear import (
+    MAX_GEMV_ROWS,
+    TORCH,
+    LinearWorkspace,
+    Variant,
+    gemv,
+    small_linear,
+    split,
+)
+from helios.kernels.measure import relative_error, time_in_graph
+
+ROW_BUCKETS = (1, 2, 4, 8, 16)
+
+
+def candidates(rows: int) -> list[Variant]:
+    """What :meth:`LinearTable.tune` tries at ``rows``. Few: each is compiled once on a new machine."""
+    found: list[Variant] = []
+    if rows <= MAX_GEMV_ROWS:
+        found += [gemv(2, 4), gemv(4, 4), gemv(4, 2), gemv(8, 2)]
+    if rows > 1:
+        found += [split(32, 256, splits, 4, 3) for splits in (1, 2, 4, 8)]
+    return found
+
+
+@dataclass(slots=True)
+class Measurement:
+    """Seconds a call of each variant took for one shape and row bucket, and the one chosen."""
+
+    name: str
+    n: int
+    k: int
+    rows: int
+    seconds: dict[Variant, float] = field(default_factory=dict[Variant, float])
+    choice: Variant = TORCH
+
+    def __str__(self) -> str:
+        best, torch_time = self.seconds[self.choice], self.seconds[TORCH]
+        rate = self.n * self.k * 2 / best / 1e12
+        return (
+            f"{self.name:<12} {self.k:>6} -> {self.n:<7} rows {self.rows:<3} torch {torch_time * 1e6:7.1f} us   "
+            f"{self.choice!s:<26} {best * 1e6:7.1f} us  {rate:5.2f} TB/s  x{torch_time / best:.2f}"
+        )
+
+
+class LinearTable:
+    """Picks the fastest variant for each weight shape and row bucket; torch wherever nothing was measured.
+
+    One table serves one stream: its workspace is shared by all calls.
+    """
+
+    def __init__(self, device: torch.device, *, margin: float = 0.03) -> None:
+        self.device = device
+        self.measurements: dict[tuple[int, int, int], Measurement] = {}
+        self.workspace = LinearWorkspace(device)
+        self._margin = margin  # what a variant must win by: cuBLAS is the tried one
+
+    def choose(self, n: int, k: int, rows: int) -> Variant:
+        """The variant for ``rows`` rows through a weight ``[n, k]``."""
+        bucket = next((bucket for bucket in ROW_BUCKETS if bucket >= rows), None)
+        found = None if bucket is None else self.measurements.get((n, k, bucket))
+        return TORCH if found is None else found.choice
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """:func:`small_linear` by the chosen variant; the choice depends on shapes only."""
+        variant = self.choose(weight.shape[0], weight.shape[1], x.shape[0])
+        return small_linear(
+            x, weight, bias, variant=variant, residual=residual, gated=gated, workspace=self.workspace
+        )
+
+    def tune(
+        self,
+        weights: Mapping[str, Sequence[torch.Tensor]],
+        *,
+        rows: Sequence[int] = ROW_BUCKETS,
+        budget_s: float = 3.0,
+        variants: Callable[[int], Sequence[Variant]] = candidates,
+    ) -> None:
+        """Measure every weight in ``weights`` (name -> the same projection of several layers) at ``rows``.
+
+        The layers' weights are used in turn, so that they come from memory and not from the cache, as in a
+        decode step. Stops at ``budget_s``; what was not reached stays with torch.
+        """
+        if self.device.type != "cuda" or not available(self.device):
+            return
+        deadline = time.monotonic() + budget_s
+        for count in rows:
+            for name, layers in weights.items():
+                if time.monotonic() > deadline:
+                    return
+                self._measure(name, layers, count, variants(count), deadline)
+
+    def _measure(
+        self,
+        name: str,
+        layers: Sequence[torch.Tensor],
+        rows: int,
+        variants: Sequence[Variant],
+        deadline: float,
+    ) -> None:
+        n, k = layers[0].shape
+        x = torch.randn((rows, k), device=self.device, dtype=layers[0].dtype)
+        result = Measurement(name, n, k, rows)
+        result.seconds[TORCH] = self._time(x, layers, TORCH)
+        expected = F.linear(x, layers[0])
+        best = result.seconds[TORCH] * (1 - self._margin)
+        triton_error: type[Exception] = importlib.import_module("triton.errors").TritonError
+        for variant in variants:
+            if not variant.fits(rows, n, k) or time.monotonic() > deadline:
+                continue
+            self.workspace.grow(n, variant)
+            try:
+                seconds = self._time(x, layers, variant)
+            except triton_error:  # more registers or shared memory than this card has
+                continue
+            result.seconds[variant] = seconds
+            if seconds < best and self._agrees(x, layers[0], variant, expected):
+                best, result.choice = seconds, variant
+        self.measurements[n, k, rows] = result
+
+    def _agrees(
+        self, x: torch.Tensor, weight: torch.Tensor, variant: Variant, expected: torch.Tensor
+    ) -> bool:
+        y = small_linear(x, weight, variant=variant, workspace=self.workspace)
+        return relative_error(y, expected) < 0.01
+
+    def _time(self, x: torch.Tensor, layers: Sequence[torch.Tensor], variant: Variant) -> float:
+        """Seconds a call, in a CUDA graph over all layers' weights."""
+        calls = max(len(layers), 4)
+
+        def step() -> None:
+            for index in range(calls):
+                small_linear(x, layers[index % len(layers)], variant=variant, workspace=self.workspace)
+
+        return time_in_graph(step, self.device) / calls
+
+    def __str__(self) -> str:
+        return "\n".join(str(measurement) for measurement in self.measurements.values())

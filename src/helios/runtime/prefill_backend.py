@@ -1,0 +1,299 @@
+"""Which kernel computes prompt attention on this card: chosen at start by measurement, for each length class.
+
+* ``fa2``: torch's varlen_attn, right everywhere; what the others are checked against.
+* ``triton``: :func:`helios.kernels.prefill_attention.paged_prefill` in one of a few configurations.
+* ``fa3``: FlashAttention-3 (SM90) of the optional package, through its own function. torch's
+  ``activate_flash_attention_impl("FA3")`` reaches the same operator, but for every call of the process: decode
+  attention would change with it, and each change back registers a handful of operators anew.
+
+A length class is the number of new tokens in a call, which a CUDA graph knows at capture.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, cast
+
+import torch
+
+from helios.config import PAGE_SIZE
+from helios.errors import StartupError
+from helios.kernels.common import available as kernels_available
+from helios.kernels.measure import relative_error, time_in_graph
+from helios.kernels.prefill_attention import PrefillConfig, default_config, paged_prefill
+from helios.runtime.qwen3.attention import prefill_attention
+
+log = logging.getLogger("helios.startup")
+
+Choice = Literal["auto", "fa2", "triton", "fa3"]
+# (q, k_pages, v_pages, page_table, kv_lengths, cu_q, max_q, max_kv) -> like q
+PrefillAttention = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int],
+    torch.Tensor,
+]
+
+# (most new tokens of the class, new tokens timed, cached tokens before them)
+CLASSES: tuple[tuple[int, int, int], ...] = ((512, 512, 0), (1024, 1024, 7000), (1 << 30, 2048, 0))
+# Configurations tried beside the default of each class. Few: each is compiled once on a new machine.
+MORE_CONFIGS: tuple[PrefillConfig, ...] = (
+    PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2, tma=True, registers=128),
+)
+BUDGET_S = 1.5
+MARGIN = 0.03  # what a candidate must win by: fa2 is the tried one
+TOLERANCE = 1e-2  # relative error against fa2, of results rounded to bfloat16
+INSTALL_FA3 = "install it with: uv sync --extra fa3"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to compute prompt attention. ``name`` is what the log and the benchmark print."""
+
+    name: str
+    run: PrefillAttention
+
+
+@dataclass(slots=True)
+class PrefillBackend:
+    """The chosen candidate of each length class; called like :func:`prefill_attention`."""
+
+    choices: list[Candidate]  # by class
+    seconds: list[dict[str, float]] = field(
+        default_factory=list[dict[str, float]]
+    )  # by class: name -> a call
+
+    def choose(self, tokens: int) -> Candidate:
+        """The candidate for ``tokens`` new tokens."""
+        return next(
+            choice for (most, _, _), choice in zip(CLASSES, self.choices, strict=True) if tokens <= most
+        )
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        page_table: torch.Tensor,
+        kv_lengths: torch.Tensor,
+        cu_q: torch.Tensor,
+        max_q: int,
+        max_kv: int,
+    ) -> torch.Tensor:
+        run = self.choose(q.shape[0]).run
+        return run(q, k_pages, v_pages, page_table, kv_lengths, cu_q, max_q, max_kv)
+
+    def __str__(self) -> str:
+        parts: list[str] = []
+        for index, ((most, new, cached), choice) in enumerate(zip(CLASSES, self.choices, strict=True)):
+            where = f"up to {most}" if most < 1 << 30 else "beyond"
+            times = self.seconds[index] if self.seconds else {}
+            listed = ", ".join(f"{name} {value * 1e6:.0f}" for name, value in times.items())
+            parts.append(
+                f"{where}: {choice.name}" + (f" ({new} after {cached}, us: {listed})" if listed else "")
+            )
+        return "; ".join(parts)
+
+
+FA2 = Candidate("fa2", prefill_attention)
+
+
+def fa3_installed() -> bool:
+    """Whether the package of the extra ``fa3`` is there."""
+    return importlib.util.find_spec("flash_attn_interface") is not None
+
+
+def require(choice: Choice) -> None:
+    """Raise StartupError if ``choice`` names what is not installed, before anything is loaded."""
+    if choice == "fa3" and not fa3_installed():
+        raise StartupError(
+            f"HELIOS_PREFILL_ATTENTION='fa3': FlashAttention-3 is not installed; {INSTALL_FA3}"
+        )
+
+
+def triton_candidate(config: PrefillConfig) -> Candidate:
+    """The Triton kernel in one configuration."""
+
+    def run(
+        q: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        page_table: torch.Tensor,
+        kv_lengths: torch.Tensor,
+        cu_q: torch.Tensor,
+        max_q: int,
+        max_kv: int,
+    ) -> torch.Tensor:
+        return paged_prefill(q, k_pages, v_pages, page_table, kv_lengths, cu_q, config=config)
+
+    return Candidate(f"triton {config}", run)
+
+
+def fa3_candidate() -> Candidate:
+    """FlashAttention-3. Raises ImportError where it is not installed."""
+    attend = importlib.import_module("flash_attn_interface").flash_attn_with_kvcache
+
+    def run(
+        q: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        page_table: torch.Tensor,
+        kv_lengths: torch.Tensor,
+        cu_q: torch.Tensor,
+        max_q: int,
+        max_kv: int,
+    ) -> torch.Tensor:
+        return attend(
+            q,
+            k_pages,
+            v_pages,
+            cache_seqlens=kv_lengths,
+            page_table=page_table,
+            cu_seqlens_q=cu_q,
+            max_seqlen_q=max_q,
+            causal=True,
+            num_splits=1,
+        )
+
+    return Candidate("fa3", run)
+
+
+def candidates(choice: Choice, device: torch.device, most: int) -> list[Candidate]:
+    """What is tried for the length class of up to ``most`` tokens, the likeliest winner first."""
+    found: list[Candidate] = []
+    if choice in ("auto", "fa3") and fa3_installed() and torch.cuda.get_device_capability(device)[0] == 9:
+        found.append(fa3_candidate())
+    if choice in ("auto", "triton") and kernels_available(device):
+        configs = dict.fromkeys((default_config(most), *MORE_CONFIGS))
+        found += [triton_candidate(config) for config in configs]
+    return found
+
+
+def choose_prefill(
+    choice: Choice,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    budget_s: float = BUDGET_S,
+) -> PrefillBackend:
+    """Check and time the candidates that ``choice`` allows and keep the fastest of each length class.
+
+    Stops at ``budget_s``: what was not reached is not chosen. ``auto`` falls back to fa2. Without a budget
+    nothing is timed: ``auto`` is fa2, a forced name its first candidate that is right. Raises StartupError if
+    a forced candidate cannot run here, or is wrong.
+    """
+    require(choice)
+    if choice == "fa2" or (choice == "auto" and budget_s <= 0):
+        return PrefillBackend([FA2] * len(CLASSES))
+    deadline = time.monotonic() + budget_s
+    problem = partial(Problem, device, dtype, heads, kv_heads, head_dim)
+    ragged = problem([(700, 400), (37, 37), (300, 1)])
+    with torch.inference_mode():
+        expected = ragged.run(FA2)
+        verdicts: dict[str, str] = {}  # why a candidate is out; empty if it is right
+        backend = PrefillBackend([])
+        for most, new, cached in CLASSES:
+            right: list[Candidate] = []
+            for candidate in candidates(choice, device, most):
+                must = choice != "auto" and not right
+                if not must and time.monotonic() > deadline:
+                    break
+                if candidate.name not in verdicts:
+                    verdicts[candidate.name] = _verdict(candidate, ragged, expected)
+                if not verdicts[candidate.name]:
+                    right.append(candidate)
+            if choice != "auto" and not right:
+                raise StartupError(
+                    f"HELIOS_PREFILL_ATTENTION={choice!r} cannot run on {torch.cuda.get_device_name(device)}: "
+                    + ("; ".join(f"{name}: {why}" for name, why in verdicts.items()) or "not supported")
+                )
+            _keep_fastest(backend, right, choice, problem([(cached + new, new)]), timed=budget_s > 0)
+    for name, why in verdicts.items():
+        if why:
+            log.info("prompt attention: %s is not used: %s", name, why)
+    log.info("prompt attention, new tokens %s", backend)
+    return backend
+
+
+def _keep_fastest(
+    backend: PrefillBackend, right: list[Candidate], choice: Choice, problem: Problem, *, timed: bool
+) -> None:
+    """Time the ``right`` candidates on ``problem``; append the winner, with its times, to ``backend``."""
+    tried = [FA2, *right] if choice == "auto" else right
+    if not timed or len(tried) == 1:
+        backend.choices.append(tried[0])
+        backend.seconds.append({})
+        return
+    seconds = {candidate.name: problem.seconds(candidate) for candidate in tried}
+    handicap = {FA2.name: 1 - MARGIN}
+    backend.choices.append(min(tried, key=lambda c: seconds[c.name] * handicap.get(c.name, 1)))
+    backend.seconds.append(seconds)
+
+
+def _verdict(candidate: Candidate, problem: Problem, expected: torch.Tensor) -> str:
+    """Empty if ``candidate`` agrees with ``expected``; otherwise what is wrong, in one line."""
+    try:
+        got = problem.run(candidate)
+    except Exception as error:  # a compiler's or a library's: whatever it is, the candidate is out
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+    error = relative_error(got, expected)
+    return "" if error < TOLERANCE else f"relative error {error:.3g} against fa2"
+
+
+class Problem:
+    """Random queries, keys and values of rows (keys, new tokens), in shuffled pages; also the benchmark's."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        rows: list[tuple[int, int]],
+    ) -> None:
+        pages = [-(-length // PAGE_SIZE) for length, _ in rows]
+        order = cast(list[int], (torch.randperm(sum(pages)) + 1).tolist())
+        table = torch.zeros((len(rows), max(pages)), dtype=torch.int32)
+        for row, count in enumerate(pages):
+            table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
+        offsets = [0]
+        for _, count in rows:
+            offsets.append(offsets[-1] + count)
+        shape = (2, sum(pages) + 1, PAGE_SIZE, kv_heads, head_dim)
+        generator = torch.Generator(device).manual_seed(0)
+        self.pool = torch.randn(shape, device=device, dtype=dtype, generator=generator)
+        self.q = torch.randn((offsets[-1], heads, head_dim), device=device, dtype=dtype, generator=generator)
+        self.table = table.to(device)
+        self.kv_lengths = torch.tensor([length for length, _ in rows], dtype=torch.int32, device=device)
+        self.cu_q = torch.tensor(offsets, dtype=torch.int32, device=device)
+        self.max_kv = max(pages) * PAGE_SIZE
+
+    def run(self, candidate: Candidate) -> torch.Tensor:
+        """The candidate's answer."""
+        return candidate.run(
+            self.q,
+            self.pool[0],
+            self.pool[1],
+            self.table,
+            self.kv_lengths,
+            self.cu_q,
+            self.q.shape[0],
+            self.max_kv,
+        )
+
+    def seconds(self, candidate: Candidate, calls: int = 4) -> float:
+        """Seconds of one call, in a CUDA graph."""
+
+        def step() -> None:
+            for _ in range(calls):
+                self.run(candidate)
+
+        return time_in_graph(step, self.q.device) / calls
