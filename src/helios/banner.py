@@ -1,7 +1,8 @@
-"""What a person sees at start-up: the plan, a progress bar, the URL."""
+"""What a person sees at start-up and while a batch runs: the plan, progress bars, the URL."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import TracebackType
 
@@ -9,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from helios.runtime.progress import StartupProgress
+
+BAR_SECONDS = 0.1  # between two paintings of a batch's bar
 
 
 class Banner:
@@ -26,6 +29,11 @@ class Banner:
             disable=not self._console.is_terminal,
         )
         self._task: TaskID | None = None
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether a person is looking."""
+        return self._console.is_terminal
 
     def __enter__(self) -> Banner:
         self._bars.start()
@@ -73,3 +81,47 @@ class Banner:
         if self._task is not None:
             self._bars.update(self._task, completed=1, total=1)
             self._task = None
+
+
+class GenerationBar:
+    """Prompts done and tokens per second of a batch, on standard error; nothing unless it is a terminal."""
+
+    def __init__(self, total: int, *, shown: bool) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._shown = shown and self._console.is_terminal
+        self._total = total
+        self._tokens = 0
+        self._next = 0.0
+        self._bars: Progress | None = None
+
+    def __enter__(self) -> GenerationBar:
+        if self._shown:
+            self._started = time.perf_counter()
+            self._bars = Progress(
+                BarColumn(),
+                TextColumn("{task.completed:.0f}/{task.total:.0f} prompts  {task.description}"),
+                TimeElapsedColumn(),
+                console=self._console,
+                transient=True,
+                auto_refresh=False,
+            )
+            self._task = self._bars.add_task("", total=self._total)
+            self._bars.start()
+        return self
+
+    def update(self, done: int, tokens: int) -> None:
+        """``done`` prompts have ended; ``tokens`` came since the last call."""
+        if self._bars is None:
+            return
+        self._tokens += tokens
+        now = time.perf_counter()
+        if now >= self._next:
+            self._next = now + BAR_SECONDS
+            rate = self._tokens / (now - self._started)
+            self._bars.update(self._task, completed=done, description=f"{rate:,.0f} tokens/s", refresh=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()

@@ -95,9 +95,6 @@ class Frontend:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._active: set[Generation] = set()
         self._alive_check: asyncio.TimerHandle | None = None
-        texts = self.encoder.vocabulary.texts(skip_special_tokens=True)
-        ids = self.encoder.vocabulary.marker_ids.values()
-        self._marker_lengths = {token_id: len(texts[token_id] or "") for token_id in ids}
         scheduler.deliver = self._deliver
         metrics.watch(scheduler.snapshot)
 
@@ -160,7 +157,7 @@ class Frontend:
         """A parser for one choice of a chat."""
         return OutputParser(
             self.encoder.structural,
-            self._marker_lengths,
+            self.encoder.marker_lengths,
             tools=tools,
             starts_in_thinking=starts_in_thinking,
             incremental=incremental,

@@ -59,6 +59,9 @@ class PromptEncoder:
         self.vocabulary = vocabulary or Vocabulary(tokenizer)
         self.max_model_len = max_model_len
         self.structural = StructuralTokens.of(tokenizer)
+        texts = self.vocabulary.texts(skip_special_tokens=True)
+        # How many characters each structural token takes in an output.
+        self.marker_lengths = {id_: len(texts[id_] or "") for id_ in self.vocabulary.marker_ids.values()}
         self._ids = {token.content: id_ for id_, token in tokenizer.get_added_tokens_decoder().items()}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._control = "|".join(map(re.escape, longest_first)) or "(?!)"
