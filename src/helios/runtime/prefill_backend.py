@@ -16,6 +16,7 @@ import importlib.util
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, cast
@@ -165,9 +166,11 @@ def fa3_candidate() -> Candidate:
 def candidates(choice: Choice, device: torch.device, most: int) -> list[Candidate]:
     """What is tried for the length class of up to ``most`` tokens, the likeliest winner first."""
     found: list[Candidate] = []
-    if choice in ("auto", "fa3") and fa3_installed() and torch.cuda.get_device_capability(device)[0] == 9:
+    capability = torch.cuda.get_device_capability(device)
+    if choice in ("auto", "fa3") and capability == (9, 0) and fa3_installed():
         found.append(fa3_candidate())
-    if choice in ("auto", "triton") and kernels_available(device):
+    # Older cards are what FlashAttention-2 was written for: left out of auto, they start sooner.
+    if (choice == "triton" or (choice == "auto" and capability >= (9, 0))) and kernels_available(device):
         configs = dict.fromkeys((default_config(most), *MORE_CONFIGS))
         found += [triton_candidate(config) for config in configs]
     return found
@@ -185,36 +188,32 @@ def choose_prefill(
 ) -> PrefillBackend:
     """Check and time the candidates that ``choice`` allows and keep the fastest of each length class.
 
-    Stops at ``budget_s``: what was not reached is not chosen. ``auto`` falls back to fa2. Without a budget
-    nothing is timed: ``auto`` is fa2, a forced name its first candidate that is right. Raises StartupError if
-    a forced candidate cannot run here, or is wrong.
+    Nothing more is timed after ``budget_s``: ``auto`` is then fa2, a forced name its first candidate that is
+    right. Without a budget ``auto`` does not even compile. Raises StartupError if a forced candidate cannot
+    run here, or is wrong.
     """
     require(choice)
     if choice == "fa2" or (choice == "auto" and budget_s <= 0):
         return PrefillBackend([FA2] * len(CLASSES))
     deadline = time.monotonic() + budget_s
     problem = partial(Problem, device, dtype, heads, kv_heads, head_dim)
-    ragged = problem([(700, 400), (37, 37), (300, 1)])
-    with torch.inference_mode():
-        expected = ragged.run(FA2)
-        verdicts: dict[str, str] = {}  # why a candidate is out; empty if it is right
-        backend = PrefillBackend([])
-        for most, new, cached in CLASSES:
-            right: list[Candidate] = []
-            for candidate in candidates(choice, device, most):
-                must = choice != "auto" and not right
-                if not must and time.monotonic() > deadline:
-                    break
-                if candidate.name not in verdicts:
-                    verdicts[candidate.name] = _verdict(candidate, ragged, expected)
-                if not verdicts[candidate.name]:
-                    right.append(candidate)
-            if choice != "auto" and not right:
-                raise StartupError(
-                    f"HELIOS_PREFILL_ATTENTION={choice!r} cannot run on {torch.cuda.get_device_name(device)}: "
-                    + ("; ".join(f"{name}: {why}" for name, why in verdicts.items()) or "not supported")
-                )
-            _keep_fastest(backend, right, choice, problem([(cached + new, new)]), timed=budget_s > 0)
+    of_class = [candidates(choice, device, most) for most, _, _ in CLASSES]
+    verdicts = _verdicts(of_class, problem([(700, 400), (37, 37), (300, 1)]))
+    backend = PrefillBackend([])
+    for (_, new, cached), tried in zip(CLASSES, of_class, strict=True):
+        right = [candidate for candidate in tried if not verdicts[candidate.name]]
+        if choice != "auto" and not right:
+            raise StartupError(
+                f"HELIOS_PREFILL_ATTENTION={choice!r} cannot run on {torch.cuda.get_device_name(device)}: "
+                + ("; ".join(f"{name}: {why}" for name, why in verdicts.items()) or "not supported")
+            )
+        ranked = [FA2, *right] if choice == "auto" else right
+        times: dict[str, float] = {}
+        if len(ranked) > 1 and time.monotonic() < deadline:
+            times = _times(ranked, problem([(cached + new, new)]))
+            ranked.sort(key=lambda candidate: times[candidate.name] * (1 - MARGIN * (candidate is FA2)))
+        backend.choices.append(ranked[0])
+        backend.seconds.append(times)
     for name, why in verdicts.items():
         if why:
             log.info("prompt attention: %s is not used: %s", name, why)
@@ -222,29 +221,28 @@ def choose_prefill(
     return backend
 
 
-def _keep_fastest(
-    backend: PrefillBackend, right: list[Candidate], choice: Choice, problem: Problem, *, timed: bool
-) -> None:
-    """Time the ``right`` candidates on ``problem``; append the winner, with its times, to ``backend``."""
-    tried = [FA2, *right] if choice == "auto" else right
-    if not timed or len(tried) == 1:
-        backend.choices.append(tried[0])
-        backend.seconds.append({})
-        return
-    seconds = {candidate.name: problem.seconds(candidate) for candidate in tried}
-    handicap = {FA2.name: 1 - MARGIN}
-    backend.choices.append(min(tried, key=lambda c: seconds[c.name] * handicap.get(c.name, 1)))
-    backend.seconds.append(seconds)
+def _verdicts(of_class: list[list[Candidate]], problem: Problem) -> dict[str, str]:
+    """By candidate name: what is wrong with its answer, empty if nothing. Kernels compile side by side."""
+    found = {candidate.name: candidate for tried in of_class for candidate in tried}
+    with torch.inference_mode():
+        expected = problem.run(FA2)
+    with ThreadPoolExecutor(max(len(found), 1)) as pool:
+        verdicts = pool.map(partial(_verdict, problem=problem, expected=expected), found.values())
+        return dict(zip(found, verdicts, strict=True))
 
 
 def _verdict(candidate: Candidate, problem: Problem, expected: torch.Tensor) -> str:
-    """Empty if ``candidate`` agrees with ``expected``; otherwise what is wrong, in one line."""
     try:
-        got = problem.run(candidate)
-    except Exception as error:  # a compiler's or a library's: whatever it is, the candidate is out
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-    error = relative_error(got, expected)
+        with torch.inference_mode():  # which is a thread's own
+            error = relative_error(problem.run(candidate), expected)
+    except Exception as failure:  # a compiler's or a library's: whatever it is, the candidate is out
+        return f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:120]}"
     return "" if error < TOLERANCE else f"relative error {error:.3g} against fa2"
+
+
+def _times(tried: list[Candidate], problem: Problem) -> dict[str, float]:
+    with torch.inference_mode():
+        return {candidate.name: problem.seconds(candidate) for candidate in tried}
 
 
 class Problem:
