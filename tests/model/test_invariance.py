@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from helios.runtime.engine import Engine, EngineConfig
+from helios.runtime.page_store import HostPageStore
 from helios.runtime.qwen3.config import ModelConfig
 from helios.runtime.qwen3.kv_cache import KVCache
 from helios.runtime.qwen3.model import Qwen3
@@ -33,8 +34,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Qwen3:
     return model
 
 
-def make_engine(model: Qwen3, chunk: int = 256, batch: int = 8, *, lookahead: bool = False) -> Engine:
-    cache = KVCache(model.config, 32, CPU, torch.float32)
+def make_engine(
+    model: Qwen3, chunk: int = 256, batch: int = 8, *, pages: int = 32, slots: int = 0, **config: Any
+) -> Engine:
+    cache = KVCache(model.config, pages, CPU, torch.float32)
     cache.data.fill_(torch.nan)
     runner = ModelRunner(
         model,
@@ -45,16 +48,17 @@ def make_engine(model: Qwen3, chunk: int = 256, batch: int = 8, *, lookahead: bo
         vocabulary_size=512,
         end_token_ids=frozenset({END}),
     )
-    config = EngineConfig(
+    engine_config = EngineConfig(
         max_batch_size=batch,
         prefill_chunk_size=chunk,
-        num_pages=32,
+        num_pages=pages,
         max_model_len=2048,
         eos_token_ids=frozenset({END}),
-        lookahead=lookahead,
         end_thinking_ids=tuple(ids("\n</think>\n\n")),
+        **config,
     )
-    return Engine(config, runner, VOCABULARY)
+    store = HostPageStore(cache, slots) if slots else None
+    return Engine(engine_config, runner, VOCABULARY, store=store)
 
 
 def job(name: str, prompt_ids: list[int], max_tokens: int = 24, **params: Any) -> Job:
@@ -149,3 +153,41 @@ def test_lookahead_serves_many_jobs_with_the_same_answers(model: Qwen3) -> None:
         serve(engine, jobs)
         outputs.append([each.sequences[0].token_ids for each in jobs])
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("victim", "slots", "lookahead"),
+    [(0, 0, True), (1, 6, False), (2, 0, False), (3, 6, True), (4, 0, True), (5, 6, True)],
+    ids=["greedy", "seed", "penalty", "n", "logprobs", "thinking"],
+)
+def test_preemption_and_offload_change_no_token(
+    model: Qwen3, victim: int, slots: int, lookahead: bool
+) -> None:
+    """Would catch penalties, noise or forced tokens that start afresh when a sequence is put back, and pages
+    that come back from the host in another order or layer."""
+
+    def jobs() -> list[Job]:
+        kinds: list[dict[str, Any]] = [
+            {"temperature": 0.0},
+            SAMPLED,
+            {"temperature": 0.0, "repetition_penalty": 1.3, "min_tokens": 20},
+            SAMPLED | {"n": 2},
+            {"temperature": 0.0, "logprobs": 1},
+            {"temperature": 0.0, "thinking_budget": 30},
+        ]
+        made: list[Job] = []
+        for number in (5, 4, 3, 2, 1):  # the last one admitted is the victim
+            params = kinds[(victim + number) % 6]
+            made.append(job(f"job{number}", prompt(225 + 5 * number, number), 60, ignore_eos=True, **params))
+        thinks = [*prompt(224, 9), TOKENIZER.token_to_id("<think>")]
+        params = kinds[victim]
+        made.append(job("victim", thinks, 60, ignore_eos=True, **params))
+        return made
+
+    small = make_engine(model, pages=8, slots=slots, on_demand=True, lookahead=lookahead)
+    together = jobs()
+    serve(small, together)
+    assert together[-1].timings.preemptions >= 1
+    for one, alone in zip(together, jobs(), strict=True):
+        expected = serve(make_engine(model), [alone])
+        assert [sequence.token_ids[one.num_prompt_tokens :] for sequence in one.sequences] == expected

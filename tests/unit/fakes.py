@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from helios.config import PAGE_SIZE
-from helios.runtime.engine import StepResult
+from helios.runtime.interfaces import StepResult
 from helios.runtime.page_pool import DUMMY_PAGE
 from helios.runtime.policy import RowPlan
 from helios.runtime.request import Sequence
@@ -102,10 +102,43 @@ class FakeRunner:
         script = self.scripts.get(sequence.job.job_id)
         return next_token(read) if script is None else script[len(read) - sequence.num_prompt_tokens]
 
+    def is_done(self, pending: object) -> bool:
+        return True
+
     def collect(self, pending: object) -> StepResult:
         assert isinstance(pending, FakePending)
         finite = [sequence.job.job_id not in self.poison for sequence in pending.sequences]
         return StepResult(pending.tokens, finite, [None] * len(finite), 0.001)
+
+
+class FakeStore:
+    """Host slots over a fake runner's memory. A load ends only when it is asked for; until then its page
+    holds garbage, which the runner's own check finds if anybody reads it."""
+
+    def __init__(self, runner: FakeRunner, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._pages = runner.memory.reshape(-1, PAGE_SIZE)
+        self._slots = np.full((num_slots, PAGE_SIZE), -3, dtype=np.int64)
+        self._under_way: list[tuple[int, np.ndarray]] = []
+        self.polls_until_done = 2
+
+    def save(self, page: int, slot: int) -> None:
+        self._slots[slot] = self._pages[page]
+
+    def load(self, slot: int, page: int) -> None:
+        self._pages[page] = -2
+        self._under_way.append((page, self._slots[slot].copy()))
+
+    def loaded(self, *, wait: bool = False) -> list[int]:
+        self.polls_until_done -= 1
+        if self.polls_until_done > 0 and not wait:
+            return []
+        self.polls_until_done = 2
+        done = self._under_way[:1]
+        del self._under_way[:1]
+        for page, content in done:
+            self._pages[page] = content
+        return [page for page, _ in done]
 
 
 @dataclass

@@ -7,9 +7,9 @@ from typing import Any
 from helios.config import PAGE_SIZE
 from helios.runtime.detokenizer import Vocabulary
 from helios.runtime.engine import Engine, EngineConfig
-from helios.runtime.request import FinishReason, Job, SamplingParams, Sequence, TokenEvent
+from helios.runtime.request import FinishReason, Job, SamplingParams, Sequence, Timings, TokenEvent
 from tests.conftest import byte_tokenizer
-from tests.unit.fakes import END, FakeRunner
+from tests.unit.fakes import END, FakeRunner, FakeStore
 
 TOKENIZER = byte_tokenizer()
 VOCABULARY = Vocabulary(TOKENIZER)
@@ -31,7 +31,14 @@ class Bench:
     """
 
     def __init__(
-        self, *, pages: int = 32, batch: int = 4, chunk: int = 4096, context: int = 4096, **config: Any
+        self,
+        *,
+        pages: int = 32,
+        batch: int = 4,
+        chunk: int = 4096,
+        context: int = 4096,
+        slots: int = 0,
+        **config: Any,
     ) -> None:
         self.now = 1000.0
         self.runner = FakeRunner(pages)
@@ -47,6 +54,7 @@ class Bench:
             self.runner,
             VOCABULARY,
             clock=lambda: self.now,
+            store=FakeStore(self.runner, slots) if slots else None,
         )
         self.events: list[TokenEvent] = []
 
@@ -59,6 +67,7 @@ class Bench:
         script: list[int] | None = None,
         salt: str | None = None,
         deadline: float | None = None,
+        priority: int = 0,
         **params: Any,
     ) -> Job:
         values: dict[str, Any] = {"temperature": 0.0, "ignore_eos": script is None} | params
@@ -69,6 +78,8 @@ class Bench:
             max_tokens=max_tokens,
             cache_salt=salt,
             deadline=deadline,
+            priority=priority,
+            timings=Timings(received=self.now),
         )
         if script is not None:
             self.runner.scripts[name] = script

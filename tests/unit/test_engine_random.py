@@ -10,9 +10,9 @@ from helios.config import PAGE_SIZE
 from helios.errors import ContextLengthError, InvalidRequestError
 from helios.runtime.detokenizer import Vocabulary
 from helios.runtime.engine import Engine, EngineConfig
-from helios.runtime.request import FinishReason, Job, SamplingParams
+from helios.runtime.request import FinishReason, Job, SamplingParams, Timings
 from tests.conftest import byte_tokenizer
-from tests.unit.fakes import END, FakeRunner, expected_output
+from tests.unit.fakes import END, FakeRunner, FakeStore, expected_output
 
 VOCABULARY = Vocabulary(byte_tokenizer())
 PREFIXES = [[(p * 13 + i * 7) % 250 for i in range(5 * PAGE_SIZE)] for p in range(3)]
@@ -27,15 +27,29 @@ class EngineMachine(RuleBasedStateMachine):
         batch=st.integers(1, 6),
         chunk=st.sampled_from([1, 7, 64, 256, 300, 512, 2000]),
         lookahead=st.booleans(),
+        on_demand=st.booleans(),
+        by_priority=st.booleans(),
+        slots=st.sampled_from([0, 0, 1, 4]),
     )
-    def start(self, pages: int, batch: int, chunk: int, lookahead: bool) -> None:
+    def start(
+        self,
+        pages: int,
+        batch: int,
+        chunk: int,
+        lookahead: bool,
+        on_demand: bool,
+        by_priority: bool,
+        slots: int,
+    ) -> None:
         self.now = 100.0
         self.runner = FakeRunner(pages)
         config = EngineConfig(
             max_batch_size=batch, prefill_chunk_size=chunk, num_pages=pages, max_model_len=6 * PAGE_SIZE,
             eos_token_ids=frozenset({END}), prefix_cache_ttl=50.0, lookahead=lookahead,
+            on_demand=on_demand, by_priority=by_priority, priority_age=5.0,
         )  # fmt: skip
-        self.engine = Engine(config, self.runner, VOCABULARY, clock=lambda: self.now)
+        store = FakeStore(self.runner, slots) if slots else None
+        self.engine = Engine(config, self.runner, VOCABULARY, clock=lambda: self.now, store=store)
         self.live: dict[str, Job] = {}
         self.ends: dict[tuple[str, int], int] = {}
         self.count = 0
@@ -44,13 +58,22 @@ class EngineMachine(RuleBasedStateMachine):
         prefix=st.integers(0, 2),
         shared=st.integers(1, 5 * PAGE_SIZE),
         own=st.lists(st.integers(0, 250), max_size=5),
-        max_tokens=st.sampled_from([1, 2, 5, 30, 300]),
+        max_tokens=st.sampled_from([1, 2, 5, 30, 300, 700]),
         n=st.sampled_from([1, 1, 1, 2, 3]),
         salt=st.sampled_from([None, None, "tenant"]),
         align=st.booleans(),
+        priority=st.integers(-1, 1),
     )
     def submit(
-        self, prefix: int, shared: int, own: list[int], max_tokens: int, n: int, salt: str | None, align: bool
+        self,
+        prefix: int,
+        shared: int,
+        own: list[int],
+        max_tokens: int,
+        n: int,
+        salt: str | None,
+        align: bool,
+        priority: int,
     ) -> None:
         if align:
             shared = max(1, shared // PAGE_SIZE) * PAGE_SIZE
@@ -58,7 +81,10 @@ class EngineMachine(RuleBasedStateMachine):
         prompt = PREFIXES[prefix][:shared] + own
         self.count += 1
         params = SamplingParams(temperature=0, max_tokens=max_tokens, n=n)
-        job = Job(f"job{self.count}", prompt, params, max_tokens=max_tokens, cache_salt=salt)
+        job = Job(
+            f"job{self.count}", prompt, params, max_tokens=max_tokens, cache_salt=salt, priority=priority,
+            timings=Timings(received=self.now),
+        )  # fmt: skip
         try:
             self.engine.check_fits(job)
         except (ContextLengthError, InvalidRequestError):
@@ -127,7 +153,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def clear_cache(self) -> None:
-        self.engine.prefix_cache.clear()
+        self.engine.kv.clear()
 
     @invariant()
     def books_are_right(self) -> None:

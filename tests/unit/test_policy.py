@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helios.runtime.policy import plan
+from helios.runtime.policy import Rules, next_job, plan, victim, yields_to
 from helios.runtime.request import Job, SamplingParams, Sequence
 
 
@@ -16,7 +16,7 @@ def sequence(name: str, prompt: int, computed: int, aged: float = 0.0) -> Sequen
 def planned(
     sequences: list[Sequence], budget: int, now: float = 0.0, age: float = 0.1
 ) -> list[tuple[str, int, int]]:
-    rows = plan(sequences, budget, now, age)
+    rows = plan(sequences, Rules(budget, age), now)
     return [(row.sequence.job.job_id, row.start, row.count) for row in rows]
 
 
@@ -53,7 +53,7 @@ def test_aged_prompts_rotate() -> None:
     a, b = sequence("a", 500, 0, aged=0.0), sequence("b", 500, 0, aged=0.05)
     order = []
     for now in (0.2, 0.3, 0.41, 0.52):
-        row = plan([a, b], 100, now, 0.1)[0]
+        row = plan([a, b], Rules(100, 0.1), now)[0]
         row.sequence.num_computed_tokens = row.end
         order.append(row.sequence.job.job_id)
     assert order == ["a", "b", "a", "b"]
@@ -68,3 +68,57 @@ def test_a_one_token_chunk_counts_as_a_decode_row() -> None:
 def test_nothing_to_do_is_an_empty_plan() -> None:
     """Would catch a tick that runs an empty batch."""
     assert planned([], budget=10) == []
+
+
+def test_prefill_first_lets_decoding_wait() -> None:
+    """Would catch a baseline that decodes beside prompts, or one that never decodes again."""
+    rules = Rules(50, prefill_first=True)
+    decoder, prompt = sequence("d", 10, 9), sequence("p", 100, 0)
+    decoder.token_ids.append(1)
+    decoder.num_computed_tokens = 10
+    assert [(row.sequence, row.count) for row in plan([decoder, prompt], rules, 0.0)] == [(prompt, 50)]
+    assert [row.sequence for row in plan([decoder], rules, 0.0)] == [decoder]
+    cached = sequence("cached", 10, 9)
+    assert [row.sequence for row in plan([cached, prompt], rules, 0.0)] == [cached, prompt]
+
+
+def test_one_long_prompt_takes_at_most_its_threshold() -> None:
+    """Would catch a long prompt that takes the whole budget although it is bounded."""
+    rules = Rules(100, long_prefill=30)
+    a, b = sequence("a", 500, 0), sequence("b", 400, 0)
+    short = sequence("short", 20, 0)
+    rows = plan([a, b, short], rules, 0.0)
+    assert [(row.sequence.job.job_id, row.count) for row in rows] == [("short", 20), ("a", 30), ("b", 30)]
+
+
+def test_urgent_prompts_get_their_chunk_first() -> None:
+    """Would catch priorities that order the queue but not the tick."""
+    rules = Rules(100, by_priority=True)
+    low, high = sequence("low", 90, 0), sequence("high", 90, 0)
+    low.job.priority, high.job.priority = 5, 1
+    rows = plan([low, high], rules, 0.0)
+    assert [(row.sequence.job.job_id, row.count) for row in rows] == [("high", 90), ("low", 10)]
+
+
+def waiting(name: str, priority: int, received: float) -> Job:
+    job = sequence(name, 5, 0).job
+    job.priority, job.timings.received = priority, received
+    return job
+
+
+def test_who_is_next_and_who_makes_room() -> None:
+    """Would catch ageing that never helps, a victim more urgent than who stays, or equals that displace equals."""
+    rules = Rules(100, by_priority=True, priority_age=30.0)
+    old, low, high = waiting("old", 9, 0.0), waiting("low", 5, 90.0), waiting("high", 1, 95.0)
+    jobs = [low, high, old]
+    assert next_job(jobs, 20.0, rules) is high
+    assert next_job(jobs, 100.0, rules) is old
+    assert victim(jobs, 20.0, rules) is old
+    assert victim(jobs, 100.0, rules) is low
+    assert yields_to([low, high], waiting("new", 5, 96.0), 100.0, rules) is None
+    assert yields_to([low, high], waiting("new", 4, 96.0), 100.0, rules) is low
+    assert yields_to([old], waiting("new", -5, 96.0), 100.0, rules) is None
+    fcfs = Rules(100)
+    assert next_job(jobs, 100.0, fcfs) is low
+    assert victim(jobs, 100.0, fcfs) is old
+    assert yields_to(jobs, high, 100.0, fcfs) is None

@@ -13,14 +13,16 @@ from tokenizers import Tokenizer
 from helios.config import PAGE_SIZE, DeviceInfo, Limits, Settings, resolve
 from helios.errors import StartupError
 from helios.kernels.common import available as kernels_available
+from helios.runtime.cost_model import CostModel
 from helios.runtime.detokenizer import Vocabulary
 from helios.runtime.engine import Engine, EngineConfig
 from helios.runtime.grammar import GrammarCompiler
 from helios.runtime.graph_runner import GraphRunner
+from helios.runtime.page_store import HostPageStore
 from helios.runtime.prefill_backend import require
 from helios.runtime.progress import StartupProgress
 from helios.runtime.qwen3.config import ModelConfig
-from helios.runtime.qwen3.kv_cache import KVCache
+from helios.runtime.qwen3.kv_cache import KVCache, page_bytes
 from helios.runtime.qwen3.model import Qwen3
 from helios.runtime.qwen3.weights import arrange_for_cpu, build_empty, fill_dummy, load_weights
 from helios.runtime.runner import ModelRunner
@@ -37,6 +39,7 @@ from helios.runtime.warmup import (
 
 log = logging.getLogger("helios.startup")
 
+TARGET_ITL = 0.030  # with graphs: some ten decode steps of a 4B model, and prefill still efficient
 SMALL_MODEL_PARAMETERS = 50_000_000  # below this a CPU step is made of operators of microseconds
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -198,8 +201,9 @@ class _Builder:
         """Warm up; on a GPU over a provisional pool whose peak decides the final one."""
         buckets = row_buckets(self.limits.max_batch_size, self.device.kind)
         if self.device.kind == "cpu":
-            engine, runner = self.engine_over(plan.num_pages)
-            return engine, runner, plan, warm_up(engine, self.limits, buckets, progress.advance)
+            engine, runner = self.engine_over(plan.num_pages, with_store=True)
+            warmed = warm_up(engine, self.limits, buckets, progress.advance, calibrate=self.target_itl > 0)
+            return engine, runner, plan, warmed
         engine, runner = self.engine_over(
             min(plan.num_pages, _provisional_pages(self.limits, self.max_model_len))
         )
@@ -212,13 +216,14 @@ class _Builder:
         del engine, runner
         reset_peak(self.where)
         plan = self.plan(activations)
-        engine, runner = self.engine_over(plan.num_pages)
+        engine, runner = self.engine_over(plan.num_pages, with_store=True)
         if isinstance(runner, GraphRunner):
             self.prepare(runner, progress)
+            engine.cost = CostModel(runner.prefill_sizes)
             warmed = runner.captured_batch_sizes
         if self.uses_graphs or self.settings.torch_compile:
             # The first client must not be the one that meets a path made for the final pool.
-            warm_up(engine, self.limits, [1], progress.advance)
+            warm_up(engine, self.limits, [1], progress.advance, calibrate=self.target_itl > 0)
         return engine, runner, plan, warmed
 
     def prepare(self, runner: GraphRunner, progress: StartupProgress, *, only_largest: bool = False) -> None:
@@ -244,14 +249,21 @@ class _Builder:
             and config.num_heads // config.num_kv_heads <= 16
         )
 
-    def engine_over(self, num_pages: int) -> tuple[Engine, ModelRunner]:
-        """An engine over a fresh pool of ``num_pages`` pages."""
+    @property
+    def target_itl(self) -> float:
+        """Seconds; 0: chunks are not cut by time."""
+        target = self.settings.target_itl_ms
+        return (TARGET_ITL if self.uses_graphs else 0.0) if target is None else target / 1e3
+
+    def engine_over(self, num_pages: int, *, with_store: bool = False) -> tuple[Engine, ModelRunner]:
+        """An engine over a fresh pool of ``num_pages`` pages, and over host memory if the settings want it."""
         settings, limits, config = self.settings, self.limits, self.snapshot.config
         limit = min(self.max_model_len, num_pages * PAGE_SIZE)
         runner_class = GraphRunner if self.uses_graphs else ModelRunner
+        cache = KVCache(config, num_pages, self.where, self.dtype)
         runner = runner_class(
             self.model,
-            KVCache(config, num_pages, self.where, self.dtype),
+            cache,
             max_tokens=limits.prefill_chunk_size,
             max_rows=limits.max_batch_size,
             max_model_len=limit,
@@ -269,8 +281,33 @@ class _Builder:
             prefix_cache_ttl=settings.prefix_cache_ttl_seconds,
             lookahead=settings.lookahead and self.uses_graphs,
             end_thinking_ids=tuple(self.tokenizer.encode("\n</think>\n\n", add_special_tokens=False).ids),
+            on_demand=settings.admission == "on_demand",
+            by_priority=settings.scheduling_policy == "priority",
+            priority_age=settings.priority_age_seconds,
+            prefill_first=not settings.chunked_prefill,
+            long_prefill_token_threshold=settings.long_prefill_token_threshold,
+            target_itl=self.target_itl,
+            tick_log=settings.tick_log,
         )
-        return Engine(engine_config, runner, self.vocabulary, self.grammars), runner
+        store = self._host_store(cache) if with_store else None
+        return Engine(engine_config, runner, self.vocabulary, self.grammars, store=store), runner
+
+    def _host_store(self, cache: KVCache) -> HostPageStore | None:
+        """Room for evicted pages in host memory. Raises StartupError if the host has not that much."""
+        size = page_bytes(self.snapshot.config, self.dtype.itemsize)
+        slots = self.settings.kv_offload_bytes // size
+        if not self.settings.kv_offload_bytes or not self.settings.prefix_cache:
+            return None
+        if not slots:
+            raise StartupError(
+                f"HELIOS_KV_OFFLOAD_BYTES={self.settings.kv_offload_bytes}: a page of this model takes {size} bytes"
+            )
+        try:
+            return HostPageStore(cache, slots)
+        except (RuntimeError, MemoryError) as error:
+            raise StartupError(
+                f"HELIOS_KV_OFFLOAD_BYTES={self.settings.kv_offload_bytes}: the host gives no such memory ({error})"
+            ) from None
 
 
 def _context(settings: Settings, config: ModelConfig) -> int:

@@ -1,6 +1,6 @@
 """The engine: one tick at a time, owned by one thread.
 
-    step: drop what was cancelled → admit → policy.plan → launch this tick → commit
+    step: drop what was cancelled → admit → policy.plan → give pages → launch this tick → commit
 
 With lookahead (on a GPU) a step launches the next tick before it commits the last one, so the device never
 waits for Python: a sequence is planned with its newest token still on the device. Only the end of a
@@ -8,7 +8,7 @@ sequence that a token decides is then seen one tick late; the row it computed in
 since all device work is on one stream, its pages may be handed on at once.
 
 The engine knows sequences, pages and token ids; the :class:`Runner` knows tensors. A sequence finishes in
-exactly one place, :meth:`Engine._finish`.
+exactly one place, :meth:`Engine._finish`, and a job is put back in one, :meth:`Engine._preempt`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 from helios.config import PAGE_SIZE
 from helios.errors import ContextLengthError, DeadlineError, InternalError, InvalidRequestError, RequestError
 from helios.runtime import policy
+from helios.runtime.cost_model import CostModel, pairs
 from helios.runtime.detokenizer import Detokenizer, Vocabulary
 from helios.runtime.grammar import CompiledGrammar, GrammarMatcher
+from helios.runtime.interfaces import Grammars, PageStore, Runner, StepResult, TickRecord
 from helios.runtime.kv_manager import KVManager
-from helios.runtime.policy import RowPlan
+from helios.runtime.policy import RowPlan, Rules
 from helios.runtime.request import (
     FinishReason,
-    Grammar,
     Job,
     Sequence,
     SequenceStatus,
@@ -40,58 +40,12 @@ from helios.runtime.request import (
 log = logging.getLogger("helios.engine")
 
 
-@dataclass(slots=True)
-class StepResult:
-    """What a forward gave, one entry per sampled row.
-
-    ``finite[i]`` is False where the logits held NaN or infinity; that row has no token.
-    """
-
-    token_ids: list[int]
-    finite: list[bool]
-    logprobs: list[TokenLogprob | None]
-    forward_seconds: float
-    # Of the prompt tokens after this tick's positions, for sequences that asked.
-    prompt_logprobs: dict[Sequence, list[TokenLogprob]] = field(
-        default_factory=dict[Sequence, list[TokenLogprob]]
-    )
-
-
-class Runner(Protocol):
-    """Runs planned rows on the model."""
-
-    def admit(self, sequence: Sequence) -> None:
-        """``sequence.row`` has been assigned: prepare what is kept per row."""
-        ...
-
-    def release(self, sequence: Sequence) -> None:
-        """``sequence`` leaves its row."""
-        ...
-
-    def set_pages(self, sequence: Sequence) -> None:
-        """The page table of an admitted sequence is new or has changed."""
-        ...
-
-    def forward(self, rows: list[RowPlan], samplers: list[int]) -> object:
-        """Start one forward over ``rows`` whose ``samplers`` (indices into rows) will be sampled."""
-        ...
-
-    def sample(self, pending: object) -> None:
-        """Start choosing a token for each sampler of a forward."""
-        ...
-
-    def collect(self, pending: object) -> StepResult:
-        """Wait for a forward and its tokens."""
-        ...
-
-    def copy_page(self, source: int, target: int) -> None:
-        """Copy one page's keys and values in every layer."""
-        ...
+LAUNCH_SECONDS = 0.003  # a tick is launched this long before the one before it is expected to end
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Limits of one engine. Times in seconds."""
+    """Limits and rules of one engine. Times in seconds."""
 
     max_batch_size: int
     prefill_chunk_size: int
@@ -105,24 +59,37 @@ class EngineConfig:
     lookahead: bool = False
     # Written by the engine when a thinking budget is used up: a newline, </think>, an empty line.
     end_thinking_ids: tuple[int, ...] = ()
+    # Pages for the tokens there are, and preemption; otherwise pages for the longest answer at admission.
+    on_demand: bool = False
+    by_priority: bool = False
+    priority_age: float = 30.0
+    prefill_first: bool = False
+    long_prefill_token_threshold: int = 0
+    target_itl: float = 0.0  # 0: chunks are not cut by time
+    tick_log: int = 0  # ticks kept
+
+    @property
+    def rules(self) -> Rules:
+        """What :mod:`helios.runtime.policy` needs to know."""
+        return Rules(
+            self.prefill_chunk_size, self.prefill_age, self.prefill_first, self.long_prefill_token_threshold,
+            self.by_priority, self.priority_age,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
 class _Tick:
-    """A tick between its launch and its commit."""
+    """A tick between its launch and its commit. Times are clock seconds; 0: not predicted."""
 
     rows: list[RowPlan]
     samplers: list[int]
     pending: object
     sampled: bool  # False while sampling waits for the last tick's tokens
-
-
-class Grammars(Protocol):
-    """Compiles constraints, and remembers those it has compiled."""
-
-    def compile(self, grammar: Grammar, param: str = "response_format") -> CompiledGrammar:
-        """Raises InvalidRequestError for a grammar that cannot be compiled."""
-        ...
+    decode_rows: int
+    prompt_tokens: int
+    million_pairs: float
+    launched: float
+    expected_end: float
 
 
 class Engine:
@@ -135,16 +102,26 @@ class Engine:
         vocabulary: Vocabulary,
         grammars: Grammars | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        cost: CostModel | None = None,
+        store: PageStore | None = None,
     ) -> None:
         self.config = config
-        self.kv = KVManager(config.num_pages, config.prefix_cache_ttl, config.prefix_cache, clock)
+        self.kv = KVManager(
+            config.num_pages, config.prefix_cache_ttl, config.prefix_cache, clock,
+            on_demand=config.on_demand, store=store,
+        )  # fmt: skip
         self.pool, self.prefix_cache = self.kv.pool, self.kv.prefix_cache
+        self.cost = cost or CostModel()
         self.running: list[Sequence] = []  # in admission order
         self.waiting: deque[Job] = deque()
         self.num_ticks = 0
         self.num_finished_jobs = 0
+        self.num_preemptions = 0
         # Called once a tick with its prompt tokens and sampled tokens.
         self.on_tick: Callable[[int, int], None] | None = None
+        self.tick_log: deque[TickRecord] = deque(maxlen=config.tick_log)
+        self._rules = config.rules
         self._runner = runner
         self._vocabulary = vocabulary
         self._grammars = grammars
@@ -154,7 +131,7 @@ class Engine:
         }
         self._free_rows = list(range(config.max_batch_size - 1, -1, -1))
         self._in_flight: _Tick | None = None
-        self._jobs: set[Job] = set()  # admitted and not finished
+        self._jobs: dict[Job, None] = {}  # admitted and not finished, in admission order
         self._unforked: list[Sequence] = []  # further choices that wait for their prompt to be computed
         self._blocked_job: Job | None = None  # whose wait for memory has been logged
 
@@ -190,7 +167,18 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting or self._in_flight)
+        loading = self.kv.host is not None and self.kv.host.loading
+        return bool(self.running or self.waiting or self._in_flight or loading)
+
+    def seconds_until_due(self) -> float:
+        """How long the next :meth:`step` may wait: until shortly before the tick on the device ends.
+
+        Launched earlier it would only be behind that tick all the same, and without the jobs that arrive
+        meanwhile."""
+        tick = self._in_flight
+        if tick is None or not tick.expected_end or self._runner.is_done(tick.pending):
+            return 0.0
+        return max(0.0, tick.expected_end - LAUNCH_SECONDS - self._clock())
 
     # -- one tick ---------------------------------------------------------------------------------
 
@@ -199,14 +187,14 @@ class Engine:
         now = self._clock()
         events: list[TokenEvent] = []
         self._drop_ended(now, events)
+        self.kv.poll_host()
         self._admit(now, events)
         for sequence in self.running:
             if self.kv.match_further(sequence, now):
                 self._runner.set_pages(sequence)
-        runnable = [sequence for sequence in self.running if sequence.wants_tokens]
-        rows = policy.plan(runnable, self.config.prefill_chunk_size, now, self.config.prefill_age)
+        rows = self._give_pages(self._plan(now), now, events)
         last, self._in_flight = self._in_flight, None
-        tick = self._launch(rows, events) if rows else None
+        tick = self._launch(rows, last, events) if rows else None
         if last is not None:
             self._commit(last, events)
         if tick is not None:
@@ -216,9 +204,24 @@ class Engine:
                 self._in_flight = tick
             else:
                 self._commit(tick, events)
+        elif last is None and not events:
+            self.kv.poll_host(wait=True)  # nothing can run before a page has come back
         return events
 
-    def _launch(self, rows: list[RowPlan], events: list[TokenEvent]) -> _Tick | None:
+    def _plan(self, now: float) -> list[RowPlan]:
+        runnable = [
+            sequence
+            for sequence in self.running
+            if sequence.wants_tokens and not self.kv.is_loading(sequence)
+        ]
+        time_budget = None
+        if self.config.target_itl:
+            decoding = sum(sequence.num_uncomputed_tokens == 1 for sequence in runnable)
+            if 0 < decoding < len(runnable):
+                time_budget = self.cost.budget(self.config.target_itl, decoding)
+        return policy.plan(runnable, self._rules, now, time_budget)
+
+    def _launch(self, rows: list[RowPlan], last: _Tick | None, events: list[TokenEvent]) -> _Tick | None:
         """Start a tick on the device. The books move on as if it had succeeded."""
         self.num_ticks += 1
         samplers = [
@@ -228,6 +231,7 @@ class Engine:
             rows[index].sequence.needs_host for index in samplers
         )
         started: list[object] = []
+        launched = self._clock()
 
         def start() -> None:
             started.append(self._runner.forward(rows, samplers))
@@ -236,11 +240,22 @@ class Engine:
 
         if not self._guarded(rows, start, events):
             return None
+        decode_rows, prompt_tokens, million_pairs = 0, 0, 0.0
         for row in rows:
             row.sequence.num_computed_tokens = row.end
+            if row.count == 1:
+                decode_rows += 1
+            else:
+                prompt_tokens += row.count
+                million_pairs += pairs(row.start, row.count)
         for index in samplers:
             rows[index].sequence.num_pending_tokens += 1
-        return _Tick(rows, samplers, started[0], sampled=not host_first)
+        seconds = self.cost.predict(decode_rows, prompt_tokens, million_pairs)
+        begins = launched if last is None else max(launched, last.expected_end)
+        return _Tick(
+            rows, samplers, started[0], not host_first, decode_rows, prompt_tokens, million_pairs, launched,
+            begins + seconds if seconds else 0.0,
+        )  # fmt: skip
 
     @staticmethod
     def _in_flight_tokens(rows: list[RowPlan]) -> bool:
@@ -265,6 +280,7 @@ class Engine:
             return
         result, rows = results[0], tick.rows
         now = self._clock()
+        self.cost.observe(tick.decode_rows, tick.prompt_tokens, tick.million_pairs, result.forward_seconds)
         charged: set[tuple[Job, bool]] = set()
         prompt_tokens = 0
         for row in rows:
@@ -280,10 +296,12 @@ class Engine:
                 else:
                     job.timings.prefill_compute_seconds += result.forward_seconds
             entries = result.prompt_logprobs.get(sequence)
-            if entries is not None:
+            if entries is not None and len(job.prompt_logprobs or ()) < job.num_prompt_tokens:
                 job.prompt_logprobs = [*(job.prompt_logprobs or [None]), *entries]
             if row.end // PAGE_SIZE > sequence.num_published_blocks:
                 self.kv.publish(sequence, row.end // PAGE_SIZE, now)
+            if self._unforked and row.end >= sequence.num_prompt_tokens:
+                self._guarded([row], lambda one=sequence: self._fork(one), events)
         sampled = 0
         for position, index in enumerate(tick.samplers):
             sequence = rows[index].sequence
@@ -295,13 +313,21 @@ class Engine:
                 error = InternalError(why or "The model's output for this request is not a number.")
                 self._fail(sequence.job, error, events)
                 continue
-            is_first = sequence.num_output_tokens == 0 and sequence.index == 0 and sequence.job.params.n > 1
-            if is_first and not self._guarded([rows[index]], lambda one=sequence: self._fork(one), events):
-                continue
             sampled += 1
             self._append(sequence, result.token_ids[position], result.logprobs[position], now, events)
         if self.on_tick is not None:
             self.on_tick(prompt_tokens, sampled)
+        if self.config.tick_log:
+            self.tick_log.append(
+                TickRecord(
+                    tick.launched,
+                    now,
+                    tick.decode_rows,
+                    tick.prompt_tokens,
+                    len(self.running),
+                    len(self.waiting),
+                )
+            )
 
     def _append(
         self,
@@ -373,41 +399,62 @@ class Engine:
     # -- admission --------------------------------------------------------------------------------
 
     def _admit(self, now: float, events: list[TokenEvent]) -> None:
-        """Admit jobs from the head of the queue while rows and pages last. First in, first out."""
-        self.prefix_cache.expire(now)
+        """Admit waiting jobs in the policy's order while rows and pages last. Who is next blocks the rest."""
+        self.kv.expire(now)
         while self.waiting:
-            job = self.waiting[0]
+            job = policy.next_job(self.waiting, now, self._rules)
             grammar, compiled = job.params.grammar, None
             if grammar is not None and self._grammars is not None:
                 try:
                     compiled = self._grammars.compile(grammar)  # remembered from the door, as a rule
                 except RequestError as error:
-                    self.waiting.popleft()
+                    self.waiting.remove(job)
                     self._fail(job, error, events)
                     continue
-            if len(job.sequences) > len(self._free_rows) or not self.kv.reserve(job, now):
-                if self._blocked_job is not job:
-                    self._blocked_job = job
-                    log.info(
-                        "admission blocked request=%s free_rows=%d free_pages=%d reclaimable_pages=%d",
-                        job.job_id, len(self._free_rows), self.pool.num_free, self.pool.num_cached_only,
-                    )  # fmt: skip
-                return
-            self.waiting.popleft()
-            job.timings.admitted = now
-            self._jobs.add(job)
+            while not self._has_room(job, now):
+                less_urgent = policy.yields_to(self._jobs, job, now, self._rules)
+                if less_urgent is None:
+                    self._log_blocked(job)
+                    return
+                self._settle(events)  # may end the one that would be put back
+                if less_urgent in self._jobs:
+                    self._preempt(less_urgent)
+            if job is self.waiting[0]:
+                self.waiting.popleft()
+            else:
+                self.waiting.remove(job)
+            resumed = job.timings.preemptions > 0
+            if not resumed:
+                job.timings.admitted = now
+            self._jobs[job] = None
+            first, *others = job.unfinished
             try:
-                for sequence in job.sequences:
+                for sequence in (first, *others):
                     self._seat(sequence, compiled, now)
             except Exception:  # the runner may run out of memory for what it keeps per row
                 log.exception("admission failed request=%s", job.job_id)
                 self._fail(job, InternalError("The engine failed while admitting this request."), events)
                 continue
-            self.running.append(job.sequences[0])
-            self._unforked.extend(job.sequences[1:])
+            self.running.append(first)
+            self._unforked.extend(others)
             log.info(
-                "admitted request=%s prompt_tokens=%d cached_tokens=%d max_tokens=%d n=%d",
+                "%s request=%s prompt_tokens=%d cached_tokens=%d max_tokens=%d n=%d",
+                "resumed" if resumed else "admitted",
                 job.job_id, job.num_prompt_tokens, job.num_cached_tokens, job.max_tokens, job.params.n,
+            )  # fmt: skip
+
+    def _has_room(self, job: Job, now: float) -> bool:
+        """Take rows' worth and pages for ``job``, or say that there are none."""
+        if len(job.unfinished) > len(self._free_rows):
+            return False
+        return self.kv.reserve(job, now, alone=not self._jobs)
+
+    def _log_blocked(self, job: Job) -> None:
+        if self._blocked_job is not job:
+            self._blocked_job = job
+            log.info(
+                "admission blocked request=%s free_rows=%d free_pages=%d reclaimable_pages=%d",
+                job.job_id, len(self._free_rows), self.pool.num_free, self.pool.num_cached_only,
             )  # fmt: skip
 
     def _seat(self, sequence: Sequence, compiled: CompiledGrammar | None, now: float) -> None:
@@ -416,17 +463,18 @@ class Engine:
         sequence.status = SequenceStatus.RUNNING
         sequence.row = self._free_rows.pop()
         sequence.aged_since = now
-        sequence.detokenizer = Detokenizer(
-            self._vocabulary,
-            params.stop,
-            include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens,
-        )
-        if compiled is not None and params.grammar is not None:
-            sequence.grammar = compiled.matcher(params.grammar.starts_after)
-        if params.thinking_budget is not None:
-            self._find_thinking(sequence, params.thinking_budget)
+        if sequence.detokenizer is None:  # else it was put back, and goes on where it was
+            sequence.detokenizer = Detokenizer(
+                self._vocabulary,
+                params.stop,
+                include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+            )
+            if compiled is not None and params.grammar is not None:
+                sequence.grammar = compiled.matcher(params.grammar.starts_after)
+            if params.thinking_budget is not None:
+                self._find_thinking(sequence, params.thinking_budget)
         self._runner.admit(sequence)
         self._runner.set_pages(sequence)
 
@@ -451,6 +499,63 @@ class Engine:
                 self._runner.copy_page(*copy)
             self._runner.set_pages(sequence)
             self.running.append(sequence)
+
+    # -- memory on demand -------------------------------------------------------------------------
+
+    def _give_pages(self, rows: list[RowPlan], now: float, events: list[TokenEvent]) -> list[RowPlan]:
+        """Give each planned row its pages. Where memory is short, the policy's victims are put back, and the
+        rows that are left are planned anew."""
+        if not self.config.on_demand:
+            return rows
+        short = [row for row in rows if not self._grow(row)]
+        if not short:
+            return rows
+        # Tokens on their way belong to sequences that may have to be put back: take them in first.
+        self._settle(events)
+        while short:
+            row = short.pop(0)
+            job = row.sequence.job
+            while job in self._jobs and not row.sequence.is_finished and not self._grow(row):
+                self._preempt(policy.victim(self._jobs, now, self._rules))
+        # What the settled tick ended or began is not in the old plan. Its rows may want pages too: the next
+        # round finds those that were just freed.
+        return self._give_pages(self._plan(now), now, events)
+
+    def _grow(self, row: RowPlan) -> bool:
+        """Pages for a row's tokens; False if memory is short."""
+        grown = self.kv.grow(row.sequence, row.end)
+        if grown:
+            self._runner.set_pages(row.sequence)
+        return grown is not None
+
+    def _settle(self, events: list[TokenEvent]) -> None:
+        """Commit the tick that is in flight, before its time."""
+        last, self._in_flight = self._in_flight, None
+        if last is not None:
+            self._commit(last, events)
+
+    def _preempt(self, job: Job) -> None:
+        """Put a running job back to the head of the queue. Its tokens stay, and so do its full blocks while
+        the prefix cache keeps them; nothing of it may be in flight."""
+        for sequence in job.unfinished:
+            assert sequence.num_pending_tokens == 0, "a sequence with a token in flight cannot be put back"
+            self._runner.release(sequence)
+            self._free_rows.append(sequence.row)
+            sequence.row = -1
+            sequence.status = SequenceStatus.WAITING
+            self.kv.release(sequence, self._clock())
+            group = self.running if sequence in self.running else self._unforked
+            group.remove(sequence)
+        if job.num_output_tokens == 0:
+            job.prompt_logprobs = None  # computed anew
+        job.timings.preemptions += 1
+        self.num_preemptions += 1
+        del self._jobs[job]
+        self.waiting.appendleft(job)
+        log.info(
+            "put back request=%s output_tokens=%d free_pages=%d reclaimable_pages=%d",
+            job.job_id, job.num_output_tokens, self.pool.num_free, self.pool.num_cached_only,
+        )  # fmt: skip
 
     # -- the end of a sequence --------------------------------------------------------------------
 
@@ -499,7 +604,7 @@ class Engine:
         job = sequence.job
         if job.is_finished:
             job.timings.finished = now
-            self._jobs.discard(job)
+            self._jobs.pop(job, None)
             self.num_finished_jobs += 1
             log.info(
                 "finished request=%s reason=%s prompt_tokens=%d cached_tokens=%d output_tokens=%d",
@@ -523,12 +628,9 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise AssertionError unless pages, rows and jobs add up."""
         live = list(self.live_sequences())
-        self.pool.check_integrity(sequence.page_table for sequence in live)
-        self.prefix_cache.check_integrity()
-        total = self.pool.num_free + self.pool.num_referenced + self.pool.num_cached_only
-        assert total == self.config.num_pages, "pages are lost"
+        self.kv.check_integrity(live)
         assert len(live) + len(self._free_rows) == self.config.max_batch_size, "rows are lost"
-        assert {sequence.job for sequence in live} == self._jobs, "jobs and sequences differ"
+        assert {sequence.job for sequence in live} == set(self._jobs), "jobs and sequences differ"
 
 
 def _is_late(job: Job, now: float) -> bool:

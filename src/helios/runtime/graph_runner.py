@@ -28,7 +28,7 @@ from helios.kernels.common import use_pdl
 from helios.kernels.decode_attention import DecodeWorkspace, default_config, num_columns, paged_decode
 from helios.kernels.linear_table import LinearTable
 from helios.kernels.step import begin_step, end_step
-from helios.runtime.engine import StepResult
+from helios.runtime.interfaces import StepResult
 from helios.runtime.page_pool import DUMMY_PAGE
 from helios.runtime.policy import RowPlan
 from helios.runtime.prefill_backend import BUDGET_S, Choice, choose_prefill
@@ -38,7 +38,7 @@ from helios.runtime.runner import ForwardClock, ModelRunner, Pending, spread_log
 from helios.runtime.sampler import SampledTokens, SamplingTensors, has_filter
 
 PREFILL_ROWS = 16  # prompts in one mixed graph
-PREFILL_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)  # prompt tokens in one mixed graph
+PREFILL_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # in one mixed graph
 TUNED_ROWS = (1, 2, 4, 8, 16)
 
 
@@ -131,11 +131,17 @@ class GraphRunner(ModelRunner):
         self._host = [[torch.zeros(size, dtype=int32, pin_memory=True) for size in sizes] for _ in range(2)]
         self._turn = 0
         self._tables_of_rows = np.full((self.max_rows, self.max_pages), DUMMY_PAGE, dtype=np.int32)
+        self._grown: set[int] = set()  # rows whose page table is newer than the device's
         self._steady: list[Sequence] = []  # whose state on the device is that of their next decode tick
         self._pool = torch.cuda.graph_pool_handle()
         self._decode_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._mixed_graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._sampling_graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+
+    @property
+    def prefill_sizes(self) -> list[int]:
+        """Prompt tokens that a mixed tick is padded to."""
+        return list(self._prefill_tokens)
 
     @property
     def captured_batch_sizes(self) -> list[int]:
@@ -146,12 +152,14 @@ class GraphRunner(ModelRunner):
 
     def admit(self, sequence: Sequence) -> None:
         super().admit(sequence)
+        self._steady = []
         if sequence.num_output_tokens:  # resumed: its newest token is known here only
             self._last_tokens[sequence.row] = sequence.token_ids[-1]
 
     def set_pages(self, sequence: Sequence) -> None:
         table = sequence.page_table
         self._tables_of_rows[sequence.row, : len(table)] = table
+        self._grown.add(sequence.row)
 
     @torch.inference_mode()
     def forward(self, rows: list[RowPlan], samplers: list[int]) -> Pending:
@@ -223,6 +231,7 @@ class GraphRunner(ModelRunner):
         sequences = [row.sequence for row in rows]
         if sequences != self._steady:
             self._steady = sequences
+            self._grown.clear()
             count = len(rows)
             view = self._host[self._turn][0].numpy()
             row_ids = [sequence.row for sequence in sequences]
@@ -235,9 +244,22 @@ class GraphRunner(ModelRunner):
                 host[size : size + count * self.max_pages].view(count, self.max_pages), non_blocking=True
             )
             self._bring_sampling(sequences, [row.end for row in rows], range(count), size)
+        elif self._grown:
+            self._bring_tables(sequences, size)
         self._sampled_rows = size
         self._decode_graphs[size].replay()
         return list(range(len(rows)))
+
+    def _bring_tables(self, sequences: list[Sequence], size: int) -> None:
+        """Bring over the page tables that have grown; everything else of the rows stays as it is."""
+        host = self._host[self._turn][0]
+        view = host.numpy()
+        for place, sequence in enumerate(sequences):
+            if sequence.row in self._grown:
+                start = size + place * self.max_pages
+                view[start : start + self.max_pages] = self._tables_of_rows[sequence.row]
+                self._table[place].copy_(host[start : start + self.max_pages], non_blocking=True)
+        self._grown.clear()
 
     def _replay_mixed(self, rows: list[RowPlan], decode: int, prompt_tokens: int) -> list[int]:
         """Pack a mixed tick into a graph's inputs and replay it. Returns the sampled row of each row."""

@@ -7,9 +7,11 @@ integers; nothing here imports torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from helios.config import PAGE_SIZE
+from helios.runtime.host_cache import HostCache
+from helios.runtime.interfaces import PageStore
 from helios.runtime.page_pool import PagePool
 from helios.runtime.prefix_cache import PrefixCache, block_hash, root_hash
 from helios.runtime.request import Job, Sequence
@@ -17,28 +19,44 @@ from helios.runtime.request import Job, Sequence
 
 class KVManager:
     """Pages of all sequences over a pool of ``num_pages``. ``ttl`` is a cached block's lifetime, seconds;
-    ``use_cache`` switches the prefix cache."""
+    ``use_cache`` switches the prefix cache. With ``on_demand`` a job gets pages for the tokens it has and more
+    as it grows, otherwise for its longest possible answer. ``store`` takes the blocks that are evicted."""
 
     def __init__(
-        self, num_pages: int, ttl: float, use_cache: bool, clock: Callable[[], float] = time.perf_counter
+        self,
+        num_pages: int,
+        ttl: float,
+        use_cache: bool,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        on_demand: bool = False,
+        store: PageStore | None = None,
     ) -> None:
         self.pool = PagePool(num_pages)
         self.prefix_cache = PrefixCache(self.pool, ttl)
+        self.host: HostCache | None = None
         self._use_cache = use_cache
         self._ttl = ttl
         self._clock = clock
+        self._on_demand = on_demand
+        # Admission leaves these for those that grow, or each new job would soon put the newest one back.
+        self._watermark = max(1, num_pages // 100) if on_demand else 0
+        if store is not None and use_cache:
+            host = self.host = HostCache(store, ttl)
+            self.prefix_cache.on_evict = lambda hash_, page: host.save(hash_, page, self._clock())
 
     @staticmethod
     def pages_wanted(sequence: Sequence) -> int:
-        """Pages reserved for one sequence. The very last token is never computed."""
+        """Pages of the longest possible answer. The very last token is never computed."""
         job = sequence.job
-        positions = job.num_prompt_tokens + job.max_tokens - 1
-        own = (positions + PAGE_SIZE - 1) // PAGE_SIZE
+        own = _pages(job.num_prompt_tokens + job.max_tokens - 1)
         return own if sequence.index == 0 else own - job.num_prompt_tokens // PAGE_SIZE
 
-    def reserve(self, job: Job, now: float) -> bool:
-        """Give ``job`` its pages, cached ones first. False, and nothing taken, if memory is short."""
-        sequence = job.sequences[0]
+    def reserve(self, job: Job, now: float, *, alone: bool = True) -> bool:
+        """Give ``job``'s unfinished sequences their pages, cached ones first: the first all it needs, the
+        others what they do not share with it. ``alone`` says that nothing else runs, so that no page need be
+        left for others. False, and nothing taken, if memory is short."""
+        sequence, *others = job.unfinished
         started = self._clock()
         cached = self._match(sequence)
         found = self._clock()
@@ -46,32 +64,94 @@ class KVManager:
         # Pin what was found before evicting for the rest, or eviction might take it.
         for page in cached:
             self.pool.retain(page)
-        private = [self.pages_wanted(item) for item in job.sequences]
-        private[0] -= len(cached)
-        short = sum(private) - self.pool.num_free
-        if short > self.pool.num_cached_only or (short > 0 and self.prefix_cache.evict(short) < short):
+        shared = job.num_prompt_tokens // PAGE_SIZE
+        private = [self._wanted(sequence) - len(cached)]
+        private += [self._wanted(other) - shared for other in others]
+        if not self._make_free(sum(private), 0 if alone else self._watermark):
             self.pool.release(cached)
             return False
+        restored = self._from_host(sequence, len(cached))
         sequence.page_table = cached + self.pool.allocate(private[0])
-        for other, count in zip(job.sequences[1:], private[1:], strict=True):
+        for other, count in zip(others, private[1:], strict=True):
             other.page_table = self.pool.allocate(count)
-        sequence.num_sealed_blocks = sequence.num_published_blocks = len(cached)
+        self._load(sequence, len(cached), restored, now)
+        known = len(cached) + restored
+        sequence.num_sealed_blocks = sequence.num_published_blocks = known
         # At least one token is computed: after a full hit, the last one again.
-        hit = min(len(cached) * PAGE_SIZE, job.num_prompt_tokens - 1)
-        sequence.num_computed_tokens = sequence.num_cached_tokens = hit
-        self.prefix_cache.touch(sequence.block_hashes[: len(cached)], now, hit=True)
-        if self._use_cache:
-            self.prefix_cache.count(job.num_prompt_tokens, hit)
+        hit = sequence.num_computed_tokens = min(known * PAGE_SIZE, sequence.num_tokens - 1)
+        self.prefix_cache.touch(sequence.block_hashes[:known], now, hit=True)
+        if not job.timings.preemptions:
+            sequence.num_cached_tokens = hit
+            if self._use_cache:
+                self.prefix_cache.count(job.num_prompt_tokens, hit)
         job.timings.restore_seconds += self._clock() - found
+        return True
+
+    def _wanted(self, sequence: Sequence) -> int:
+        """Pages at admission, counted as if none were shared."""
+        if self._on_demand:
+            return _pages(sequence.num_tokens)
+        return _pages(sequence.num_prompt_tokens + sequence.job.max_tokens - 1)
+
+    def _make_free(self, count: int, spare: int = 0) -> bool:
+        """Evict until ``count`` pages are free. False, and nothing evicted, if there are not that many beside
+        ``spare`` ones."""
+        short = count - self.pool.num_free
+        if short + spare > self.pool.num_cached_only:
+            return False
+        return short <= 0 or self.prefix_cache.evict(short) >= short
+
+    def grow(self, sequence: Sequence, end: int) -> bool | None:
+        """Give ``sequence`` pages for its first ``end`` positions.
+
+        True if its page table has changed, False if it is long enough, None if memory is short."""
+        more = _pages(end) - len(sequence.page_table)
+        if more <= 0:
+            return False
+        if not self._make_free(more):
+            return None
+        sequence.page_table += self.pool.allocate(more)
         return True
 
     def _match(self, sequence: Sequence) -> list[int]:
         """Cached pages of the sequence's leading full blocks."""
         if not self._use_cache or sequence.job.params.prompt_logprobs is not None:
             return []
-        limit = sequence.num_prompt_tokens // PAGE_SIZE
+        limit = sequence.num_tokens // PAGE_SIZE
         root = root_hash(sequence.job.cache_salt)
         return self.prefix_cache.extend_match(sequence.token_ids, sequence.block_hashes, root, 0, limit)
+
+    def _from_host(self, sequence: Sequence, start: int) -> int:
+        """How many blocks from ``start`` on are in host memory."""
+        if self.host is None or not len(self.host) or sequence.job.params.prompt_logprobs is not None:
+            return 0
+        count = 0
+        root = root_hash(sequence.job.cache_salt)
+        for index in range(start, sequence.num_tokens // PAGE_SIZE):
+            self._hash_up_to(sequence, index, root)
+            if sequence.block_hashes[index] not in self.host:
+                break
+            count += 1
+        return count
+
+    def _load(self, sequence: Sequence, start: int, count: int, now: float) -> None:
+        """Bring ``count`` blocks back from the host into the sequence's own pages, and share them."""
+        for index in range(start, start + count):
+            assert self.host is not None
+            hash_, page = sequence.block_hashes[index], sequence.page_table[index]
+            self.host.load(hash_, page, now)
+            self.pool.retain(page)  # until the copy has ended, whatever becomes of the sequence
+            self.prefix_cache.publish(hash_, sequence.block_hashes[index - 1] if index else None, page, now)
+
+    def poll_host(self, *, wait: bool = False) -> None:
+        """Let pages whose copies have ended be used."""
+        if self.host is not None and self.host.loading:
+            self.pool.release(self.host.poll(wait=wait))
+
+    def is_loading(self, sequence: Sequence) -> bool:
+        """True while one of its pages is still on its way from the host."""
+        host = self.host
+        return host is not None and bool(host.loading) and not host.loading.isdisjoint(sequence.page_table)
 
     def match_further(self, sequence: Sequence, now: float) -> bool:
         """At a page boundary, look again: another prompt may have computed the next blocks since.
@@ -79,7 +159,7 @@ class KVManager:
         True if the page table has changed."""
         computed = sequence.num_computed_tokens
         done = computed // PAGE_SIZE
-        limit = sequence.num_prompt_tokens // PAGE_SIZE
+        limit = sequence.num_tokens // PAGE_SIZE
         if computed % PAGE_SIZE or done >= limit or not self._use_cache:
             return False
         if sequence.job.params.prompt_logprobs is not None:
@@ -95,11 +175,12 @@ class KVManager:
             self.pool.release(sequence.page_table[done : done + len(pages)])
             sequence.page_table[done : done + len(pages)] = pages
             sequence.num_sealed_blocks = done + len(pages)
-            reached = min((done + len(pages)) * PAGE_SIZE, sequence.num_prompt_tokens - 1)
-            sequence.num_cached_tokens += reached - computed
+            reached = min((done + len(pages)) * PAGE_SIZE, sequence.num_tokens - 1)
             sequence.num_computed_tokens = reached
             self.prefix_cache.touch(sequence.block_hashes[: done + len(pages)], now, hit=True)
-            self.prefix_cache.count(0, reached - computed)
+            if not sequence.job.timings.preemptions:
+                sequence.num_cached_tokens += reached - computed
+                self.prefix_cache.count(0, reached - computed)
         sequence.job.timings.prefix_lookup_seconds += self._clock() - started
         return bool(pages)
 
@@ -141,11 +222,33 @@ class KVManager:
         return copy
 
     def release(self, sequence: Sequence, now: float) -> None:
-        """``sequence`` has ended: its pages go back; its cached blocks live on from now."""
+        """``sequence`` has ended or is put back: its pages go back; its cached blocks live on from now."""
         if self._use_cache:
             self.prefix_cache.touch(sequence.block_hashes[: sequence.num_sealed_blocks], now)
         self.pool.release(sequence.page_table)
         sequence.page_table = []
+        sequence.num_computed_tokens = sequence.num_sealed_blocks = sequence.num_published_blocks = 0
+
+    def expire(self, now: float) -> None:
+        """Drop cached blocks that nobody used for longer than the lifetime."""
+        self.prefix_cache.expire(now)
+        if self.host is not None:
+            self.host.expire(now)
+
+    def clear(self) -> int:
+        """Forget every cached block, here and on the host; returns how many there were."""
+        return self.prefix_cache.clear() + (self.host.clear() if self.host is not None else 0)
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless pages and blocks add up, given every sequence that holds pages."""
+        tables = [sequence.page_table for sequence in sequences]
+        if self.host is not None:
+            self.host.check_integrity()
+            tables.append(list(self.host.loading))
+        self.pool.check_integrity(tables)
+        self.prefix_cache.check_integrity()
+        total = self.pool.num_free + self.pool.num_referenced + self.pool.num_cached_only
+        assert total == self.pool.num_pages, "pages are lost"
 
     def snapshot(self) -> dict[str, object]:
         """The prefix cache's books: blocks with their hashes and hits, tokens, counters."""
@@ -166,6 +269,7 @@ class KVManager:
             "hit_rate": cache.hit_tokens / cache.query_tokens if cache.query_tokens else 0.0,
             "evictions": cache.evictions,
             "expirations": cache.expirations,
+            "offload": None if self.host is None else self.host.snapshot(),
             "blocks": [
                 {
                     "hash": block.hash.hex(),
@@ -178,3 +282,8 @@ class KVManager:
                 for block in reversed(blocks)
             ],
         }
+
+
+def _pages(tokens: int) -> int:
+    """Pages that hold ``tokens``."""
+    return (tokens + PAGE_SIZE - 1) // PAGE_SIZE

@@ -213,6 +213,15 @@ class Metrics(Collector):
             counter = CounterMetricFamily(prefix + name, text, labels=keys)
             counter.add_metric(values, value)
             yield counter
+        snapshot: Mapping[str, object] = self._snapshot() if self._snapshot else {}
+        for name, text in (
+            ("offloaded_blocks", "Cached blocks copied to host memory."),
+            ("restored_blocks", "Cached blocks copied back from host memory."),
+        ):
+            value = snapshot.get(name, 0)
+            counter = CounterMetricFamily(prefix + "kv_" + name, text, labels=keys)
+            counter.add_metric(values, value if isinstance(value, int) else 0)
+            yield counter
         success = CounterMetricFamily(
             prefix + "request_success", "Finished sequences.", labels=[*keys, "finished_reason"]
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -49,6 +50,8 @@ class PrefixCache:
         self._pool = pool
         self._ttl = ttl
         self._blocks: OrderedDict[bytes, Block] = OrderedDict()  # least recently used first
+        # Called with (hash, page) of each block that is evicted for room, while its page still holds it.
+        self.on_evict: Callable[[bytes, int], None] | None = None
         self.query_tokens = 0
         self.hit_tokens = 0
         self.evictions = 0
@@ -112,7 +115,7 @@ class PrefixCache:
 
     def evict(self, count: int) -> int:
         """Free up to ``count`` pages, least recently used leaves without a reader first."""
-        freed = self._drop_leaves(count, older_than=None)
+        freed = self._drop_leaves(count, older_than=None, tell=self.on_evict)
         self.evictions += freed
         return freed
 
@@ -122,7 +125,9 @@ class PrefixCache:
         self.expirations += dropped
         return dropped
 
-    def _drop_leaves(self, count: int, older_than: float | None) -> int:
+    def _drop_leaves(
+        self, count: int, older_than: float | None, tell: Callable[[bytes, int], None] | None = None
+    ) -> int:
         """One pass over the blocks, oldest first; a parent follows its children in the same pass."""
         doomed: list[Block] = []
         doomed_children: dict[bytes, int] = {}
@@ -134,6 +139,8 @@ class PrefixCache:
                 doomed.append(block)
                 doomed_children[block.parent] = doomed_children.get(block.parent, 0) + 1
         for block in doomed:
+            if tell is not None:
+                tell(block.hash, block.page)
             del self._blocks[block.hash]
             self._pool.unmark_cached(block.page)
             parent = self._blocks.get(block.parent)

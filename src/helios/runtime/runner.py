@@ -10,7 +10,7 @@ import torch
 
 from helios.config import PAGE_SIZE
 from helios.runtime.batch import BatchPacker
-from helios.runtime.engine import StepResult
+from helios.runtime.interfaces import StepResult
 from helios.runtime.logit_edits import LogitEdits
 from helios.runtime.logprobs import PROMPT_SLICE, LogprobTensors, token_logprobs
 from helios.runtime.philox import row_seed
@@ -55,7 +55,8 @@ class ModelRunner:
         self._packer = BatchPacker(self.device, max_tokens + max_rows + 1, max_rows, self.max_pages)
 
     def admit(self, sequence: Sequence) -> None:
-        sequence.sample_seed = row_seed(sequence.job.params.seed, sequence.index)
+        if not sequence.sample_seed:  # else it was put back: its noise stays its own
+            sequence.sample_seed = row_seed(sequence.job.params.seed, sequence.index)
         self._edits.admit(sequence.row, sequence)
 
     def release(self, sequence: Sequence) -> None:
@@ -89,6 +90,11 @@ class ModelRunner:
         row_ids = torch.tensor([sequence.row for sequence in sequences], device=self.device)
         self._last_tokens[row_ids] = sampled.token_ids
         pending.hand_over(torch.stack((sampled.token_ids, sampled.finite.long())))
+
+    def is_done(self, pending: object) -> bool:
+        """Whether a forward has ended on the device."""
+        assert isinstance(pending, Pending)
+        return pending.clock.is_done()
 
     def collect(self, pending: object) -> StepResult:
         """Wait for the tokens."""
@@ -177,6 +183,10 @@ class ForwardClock:
         if self._events is not None:
             self._events[1].record()
         self._seconds = time.perf_counter() - self._started
+
+    def is_done(self) -> bool:
+        """Whether what was issued before :meth:`stop` has ended."""
+        return self._events is None or self._events[1].query()
 
     def seconds(self) -> float:
         """Seconds between start and stop; on CUDA this waits for the stop event."""

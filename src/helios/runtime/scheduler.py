@@ -15,12 +15,14 @@ from typing import Any
 
 from helios.errors import EngineDeadError, InvalidRequestError, NotReadyError, QueueFullError, RequestError
 from helios.runtime.engine import Engine
+from helios.runtime.interfaces import TickRecord
 from helios.runtime.request import Deliver, Job, TokenEvent
 
 log = logging.getLogger("helios.scheduler")
 
 IDLE_TURN_SECONDS = 0.5  # the heartbeat of an idle worker
 CALL_TIMEOUT_SECONDS = 10.0
+DUE_SLICE_SECONDS = 0.001
 
 
 class Scheduler:
@@ -172,7 +174,9 @@ class Scheduler:
             "pages_cached_only": pool.num_cached_only,
             "ticks": engine.num_ticks,
             "finished": engine.num_finished_jobs,
-            "preemptions": 0,
+            "preemptions": engine.num_preemptions,
+            "offloaded_blocks": 0 if engine.kv.host is None else engine.kv.host.saved,
+            "restored_blocks": 0 if engine.kv.host is None else engine.kv.host.restored,
             "heartbeat_age_seconds": round(self.heartbeat_age(), 3),
         }
 
@@ -180,9 +184,15 @@ class Scheduler:
         """The prefix cache's books for /internal/cache, read between two ticks."""
         return self.call(self._engine.kv.snapshot)
 
+    def tick_log(self) -> list[TickRecord] | None:
+        """The last ticks, oldest first, read between two of them; None where none are kept."""
+        if not self._engine.config.tick_log:
+            return None
+        return self.call(lambda: list(self._engine.tick_log))
+
     def clear_prefix_cache(self) -> int:
         """Forget all cached blocks; returns how many there were."""
-        return self.call(self._engine.prefix_cache.clear)
+        return self.call(self._engine.kv.clear)
 
     # -- the worker -------------------------------------------------------------------------------
 
@@ -199,6 +209,9 @@ class Scheduler:
 
     def _turn(self) -> None:
         engine = self._engine
+        # What arrives while the device is busy anyway joins the next tick instead of the one after it.
+        while (seconds := engine.seconds_until_due()) > 0 and not self._stopping:
+            time.sleep(min(seconds, DUE_SLICE_SECONDS))
         with self._condition:
             idle = not engine.has_work
             if idle and not self._inbox and not self._calls and not self._stopping:
@@ -211,7 +224,7 @@ class Scheduler:
         self._run_calls()
         if not engine.has_work:
             if idle:
-                engine.prefix_cache.expire(time.perf_counter())
+                engine.kv.expire(time.perf_counter())
             return
         self._hand_over(engine.step())
 

@@ -124,12 +124,18 @@ def row_buckets(max_batch_size: int, device_kind: str = "cuda") -> list[int]:
 
 
 def warm_up(
-    engine: Engine, limits: Limits, buckets: list[int], report: Callable[[int, int], object]
+    engine: Engine,
+    limits: Limits,
+    buckets: list[int],
+    report: Callable[[int, int], object],
+    *,
+    calibrate: bool = False,
 ) -> list[int]:
     """Drive ``engine`` through every serving path. Returns the warmed batch sizes, those of ``buckets``
     that the pool can hold.
 
-    ``report(done, all)`` is called after each stage.
+    ``report(done, all)`` is called after each stage. ``calibrate`` also runs the prompts that the engine's cost
+    model learns from.
     """
     chunk = min(limits.prefill_chunk_size, (engine.config.num_pages - 1) * PAGE_SIZE - DECODE_STEPS)
 
@@ -142,6 +148,8 @@ def warm_up(
         lambda: _run(engine, [PAGE_SIZE + 1]),  # the same again: prefix restoration
         full_tick,
     ]
+    if calibrate:
+        stages += [lambda length=length: _time_prompt(engine, length) for length in _calibration(engine)]
     warmed: list[int] = []
     for bucket in buckets:
         if bucket > engine.config.num_pages // 2:
@@ -156,12 +164,27 @@ def warm_up(
         stage()
         report(number, len(stages))
     engine_log.setLevel(level)
-    engine.prefix_cache.clear()
+    engine.kv.clear()
     cache = engine.prefix_cache
     cache.query_tokens = cache.hit_tokens = cache.evictions = cache.expirations = 0
-    engine.num_ticks = engine.num_finished_jobs = 0
+    engine.num_ticks = engine.num_finished_jobs = engine.num_preemptions = 0
+    engine.tick_log.clear()
     engine.check_integrity()
     return warmed
+
+
+def _calibration(engine: Engine) -> list[int]:
+    """Prompt lengths whose times tell prompt tokens from attention: the padded sizes, and some long ones."""
+    config = engine.config
+    room = min((config.num_pages - 1) * PAGE_SIZE, config.max_model_len) - DECODE_STEPS
+    sizes = engine.cost.sizes or [32, 64, 128, 256]
+    lengths = [*sizes, 2 * config.prefill_chunk_size]
+    return sorted({min(length, room) for length in lengths if length >= 32}) if room >= 32 else []
+
+
+def _time_prompt(engine: Engine, length: int) -> None:
+    engine.prefix_cache.clear()
+    _run(engine, [length])
 
 
 def _run(engine: Engine, prompt_lengths: list[int]) -> None:

@@ -1,0 +1,76 @@
+"""The estimate of a tick's time, and chunks cut by it."""
+
+from __future__ import annotations
+
+import pytest
+
+from helios.runtime.cost_model import SMALLEST_CHUNK, CostModel, pairs
+from helios.runtime.policy import Rules, plan
+from tests.unit.test_policy import sequence
+
+SIZES = [64, 128, 256, 512, 1024, 2048, 4096]
+
+
+def truth(tokens: int, million_pairs: float) -> float:
+    """A card that takes 1 ms, 10 microseconds a token and 1 ms for a million pairs."""
+    return 1e-3 + 10e-6 * tokens + 1e-3 * million_pairs
+
+
+def trained(sizes: list[int] | None = None) -> CostModel:
+    model = CostModel(SIZES if sizes is None else sizes)
+    model.observe(4, 0, 0.0, 3e-3)
+    for start, count in [(0, size) for size in SIZES] + [(4096, 1024), (4096, 4096), (2048, 512)]:
+        model.observe(0, count, pairs(start, count), truth(count, pairs(start, count)))
+    return model
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 1000), (3000, 256), (7000, 2048)])
+def test_predictions_follow_the_card(start: int, count: int) -> None:
+    """Would catch a fit that mixes up tokens and attention, or forgets the padding and the decoders."""
+    model = trained()
+    expected = truth(model.padded(count), pairs(start, count))
+    assert model.predict(0, count, pairs(start, count)) == pytest.approx(expected, rel=0.1)
+    assert model.predict(4, count, pairs(start, count)) == pytest.approx(expected + 3e-3, rel=0.1)
+    assert model.predict(4, 0, 0.0) == pytest.approx(3e-3)
+
+
+def test_nothing_is_predicted_before_anything_was_seen() -> None:
+    """Would catch chunks cut by an estimate made of nothing."""
+    model = CostModel(SIZES)
+    assert model.predict(1, 512, pairs(0, 512)) == 0.0
+    assert model.budget(0.01, 1) is None
+
+
+def test_chunks_are_cut_to_padded_sizes_within_the_time() -> None:
+    """Would catch a chunk of 513 tokens that is paid like 1,024, and one that takes too long."""
+    budget = trained().budget(0.015, 4)
+    assert budget is not None
+    count = budget.cut(0, 4000)
+    assert count in SIZES
+    assert 3e-3 + truth(count, pairs(0, count)) <= 0.0165
+    assert 3e-3 + truth(2 * count, pairs(0, 2 * count)) > 0.015
+    budget.add(0, count)
+    assert budget.cut(0, 4000) == 0
+    late = trained().budget(0.015, 4)
+    assert late is not None
+    assert late.cut(30_000, 4000) < count, "a late chunk attends to more keys"
+
+
+def test_a_prompt_always_makes_progress() -> None:
+    """Would catch a long prompt that never runs because even its smallest chunk is over the target."""
+    budget = trained().budget(0.0001, 4)
+    assert budget is not None
+    assert budget.cut(0, 4000) == SMALLEST_CHUNK
+    assert budget.cut(0, 30) == 30
+
+
+def test_the_plan_keeps_to_the_time_only_while_someone_decodes() -> None:
+    """Would catch a time budget that the policy ignores, or that slows prompts nobody waits beside."""
+    decoder, long, short = sequence("d", 10, 9), sequence("long", 6000, 0), sequence("short", 100, 0)
+    rows = plan([decoder, long, short], Rules(4096), 0.0, trained().budget(0.015, 1))
+    counts = {row.sequence.job.job_id: row.count for row in rows}
+    assert counts["d"] == 1
+    assert counts["short"] == 100
+    assert 0 < counts["long"] < 1024
+    alone = plan([long], Rules(4096), 0.0, None)
+    assert alone[0].count == 4096
