@@ -1,10 +1,11 @@
-"""Decode attention and few-row linears on this machine's GPU, kernel by kernel, in CUDA graphs.
+"""Attention and few-row linears on this machine's GPU, kernel by kernel, in CUDA graphs.
 
-    python -m benchmarks.attention [--quick] [--json FILE] [--only attention,linear,chain] [--budget SECONDS]
+    python -m benchmarks.attention [--quick] [--json FILE] [--only prefill,attention,linear,chain] [--budget SECONDS]
 
-Attention: Helios's paged_decode in several configurations against varlen_attn (FlashAttention-2) in its right
-decode form, with max_k = context and max_k = 40960. Linears: the Triton variants against cuBLAS. Chain: the four
-linears of a layer one after another, as a decode step runs them, with and without dependent launch.
+Prefill: see prefill_attention.py. Attention: Helios's paged_decode in several configurations against varlen_attn
+(FlashAttention-2) in its right decode form, with max_k = context and max_k = 40960. Linears: the Triton variants
+against cuBLAS. Chain: the four linears of a layer one after another, as a decode step runs them, with and without
+dependent launch.
 
 Buffers rotate over several layers whose sum is far larger than the second-level cache; a time is one call's share
 of a graph replay, the fastest of five. Every result is checked against torch before it is timed; a configuration
@@ -17,13 +18,15 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.kernel_report import DEVICE, Report, first_line
+from benchmarks.prefill_attention import run_prefill
 from helios.kernels.common import use_pdl
 from helios.kernels.decode_attention import (
     DecodeConfig,
@@ -32,67 +35,16 @@ from helios.kernels.decode_attention import (
     num_columns,
     paged_decode,
 )
-from helios.kernels.linear import (
-    TORCH,
-    LinearTable,
-    LinearWorkspace,
-    Variant,
-    candidates,
-    gemv,
-    small_linear,
-    split,
-    time_in_graph,
-)
+from helios.kernels.linear import TORCH, LinearWorkspace, Variant, gemv, small_linear, split
+from helios.kernels.linear_table import LinearTable, candidates
+from helios.kernels.measure import relative_error, time_in_graph
 
 PAGE = 256
 LONGEST = 40960
 HEAD_DIM = 128
 KV_HEADS = 8
 ROTATE_BYTES = 400e6  # several times the second-level cache
-DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
-
-
-@dataclass
-class Report:
-    """Results as they come: printed, and kept for the JSON file."""
-
-    deadline: float
-    records: list[dict[str, Any]] = field(default_factory=list)
-    skipped: int = 0
-
-    def late(self) -> bool:
-        """Whether time is up; counts what is skipped."""
-        late = time.monotonic() > self.deadline
-        self.skipped += late
-        return late
-
-    def measure(
-        self, label: str, step: Callable[[], None], calls: int, traffic: float, **facts: Any
-    ) -> float | None:
-        """Time ``step`` (``calls`` calls of ``traffic`` bytes each); print and keep one line."""
-        if self.late():
-            return None
-        try:
-            seconds = time_in_graph(step, DEVICE, replays=5) / calls
-        except Exception as error:
-            print(f"    {label:<46} failed: {type(error).__name__}: {first_line(error)}")
-            self.records.append({**facts, "label": label, "error": repr(error)})
-            return None
-        self.records.append({**facts, "label": label, "us": seconds * 1e6, "tb_s": traffic / seconds / 1e12})
-        note = f"  error {facts['error_vs_torch']:.4f}" if "error_vs_torch" in facts else ""
-        print(
-            f"    {label:<46} {seconds * 1e6:8.2f} us  {traffic / seconds / 1e12:5.2f} TB/s{note}", flush=True
-        )
-        return seconds
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:90]
-
-
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((got.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 # --- attention ---------------------------------------------------------------------------------------------
@@ -283,7 +235,7 @@ MODELS = {
 
 
 def wide_candidates(rows: int) -> list[Variant]:
-    """Everything worth a try once, to find what :func:`helios.kernels.linear.candidates` should hold."""
+    """Everything worth a try once, to find what :func:`helios.kernels.linear_table.candidates` should hold."""
     found: list[Variant] = []
     if rows <= 4:
         found += [
@@ -440,7 +392,9 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="the main cases and configurations only")
     parser.add_argument("--json", type=Path, default=Path("attention.json"), help="where results are written")
-    parser.add_argument("--only", default="attention,linear,chain", help="parts to run, comma-separated")
+    parser.add_argument(
+        "--only", default="prefill,attention,linear,chain", help="parts to run, comma-separated"
+    )
     parser.add_argument(
         "--budget", type=float, help="seconds after which the rest is skipped (120; quick 40)"
     )
@@ -452,7 +406,7 @@ def main() -> None:
     budget = arguments.budget or (40 if arguments.quick else 120)
     report = Report(started + budget)
     print(f"{properties.name}, {properties.multi_processor_count} multiprocessors, torch {torch.__version__}")
-    runners = {"attention": run_attention, "linear": run_linears, "chain": run_chain}
+    runners = {"prefill": run_prefill, "attention": run_attention, "linear": run_linears, "chain": run_chain}
     for index, part in enumerate(parts):
         # Parts share what is left of the time, so that none starves.
         report.deadline = time.monotonic() + (started + budget - time.monotonic()) / (len(parts) - index)
