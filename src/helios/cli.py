@@ -3,67 +3,69 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from importlib import import_module
+from typing import Any
 
 from helios import __version__
-from helios.config import Settings, add_flags, environment_name, load
-from helios.errors import StartupError
+from helios.config import Settings, add_flags, load
+from helios.errors import RequestError, StartupError
 
-COMMANDS = ("serve", "info")
+COMMANDS = {
+    "serve": "serve a model (the default command)",
+    "chat": "talk to a model in the terminal, in this process or on a server",
+    "generate": "continue a prompt, or answer it with --chat",
+    "bench": "measure a model's offline throughput in this process",
+    "info": "print the settings in force, the device, the model's shape and the memory plan, and exit",
+}
+INTERRUPTED = 130  # as shells report a command that Ctrl-C has ended
 
 
 def main(argv: Seq[str] | None = None) -> None:
-    """Run the command line; exits with status 0, 1 (cannot start) or 2 (wrong usage)."""
+    """Run the command line; exits with status 0, 1 (failed), 2 (wrong usage) or 130 (Ctrl-C)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or (words[0] not in COMMANDS and words[0] not in ("-h", "--help", "--version")):
         words.insert(0, "serve")
-    arguments = vars(_parser().parse_args(words))
+    arguments = vars(_parser(words[0]).parse_args(words))
     command = arguments.pop("command")
+    flags = {name: arguments.pop(name) for name in Settings.model_fields}
     try:
-        settings = load(arguments)
-        sys.exit(_serve(settings) if command == "serve" else _info(settings))
-    except StartupError as error:
+        sys.exit(
+            _run(command, {name: value for name, value in flags.items() if value is not None}, arguments)
+        )
+    except (StartupError, RequestError) as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # the reader of our output has gone; nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(chosen: str) -> argparse.ArgumentParser:
+    # A command's own flags come from its module, which the other commands need not load.
     parser = argparse.ArgumentParser(
         prog="helios", description="Serve Qwen3 models over an OpenAI-compatible API."
     )
     parser.add_argument("--version", action="version", version=f"helios {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser("serve", help="serve a model (the default command)")
-    info = commands.add_parser("info", help="print the settings in force and the device, and exit")
-    for command in (serve, info):
+    for name, purpose in COMMANDS.items():
+        command = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
+        if name == chosen and name in ("chat", "generate", "bench"):
+            import_module(f"helios.commands.{name}").add_arguments(command)
         add_flags(command)
     return parser
 
 
-def _serve(settings: Settings) -> int:
-    from helios.main import serve
+def _run(command: str, flags: dict[str, Any], options: dict[str, Any]) -> int:
+    if command == "serve":
+        from helios.main import serve
 
-    return serve(settings)
-
-
-def _info(settings: Settings) -> int:
-    from helios.config import resolve
-    from helios.runtime.build import detect_device
-
-    device = detect_device(settings)
-    limits = resolve(settings, device)
-    print(f"helios {__version__} on {device.name}, {device.total_memory / 2**30:.1f} GiB")
-    chosen = {
-        "max_batch_size": limits.max_batch_size,
-        "prefill_chunk_size": limits.prefill_chunk_size,
-        "max_queue_size": limits.max_queue_size,
-        "batch_wait_ms": limits.batch_wait_ms,
-    }
-    for name in Settings.model_fields:
-        value = getattr(settings, name)
-        note = ""
-        if value is None and name in chosen:
-            value, note = chosen[name], "  (chosen from the device)"
-        print(f"{environment_name(name)}={'' if value is None else value}{note}")
-    return 0
+        return serve(load(flags))
+    run: Callable[[dict[str, Any], dict[str, Any]], int] = import_module(f"helios.commands.{command}").run
+    return run(flags, options)

@@ -1,0 +1,1 @@
+"""The subcommands beside ``serve``: ``run(flags, options)`` each, with flags as strings for the settings"""
