@@ -30,6 +30,7 @@ from benchmarks.servers import (
     load_config,
     variables_from,
 )
+from benchmarks.ticks import fetch_ticks, trimmed
 from benchmarks.workloads import build, parse
 
 WARM_SEED = 987_654_321  # no round has it: what warms a server must not fill its prefix cache for a round
@@ -194,7 +195,8 @@ class Comparison:
     def warm(self, server: RunningServer) -> Target:
         """Wait for health, then the same requests for every server; none of them counts."""
         spec = server.spec
-        self.ready_seconds[spec.name] = run_loop(server.wait_ready())
+        if spec.name not in self.ready_seconds:
+            self.ready_seconds[spec.name] = run_loop(server.wait_ready())
         target = Target(spec.base_url, spec.model, sampling={**SAMPLING, **spec.body})
         target = run_loop(prepare(target))
         self.server_versions[spec.name] = run_loop(version_of(spec.base_url))
@@ -221,7 +223,11 @@ class Comparison:
         doubts = warnings(found, self.options.client_cpu_limit)
         for doubt in doubts:
             print(f"warning: {name}, {workload}: {doubt}", file=sys.stderr, flush=True)
-        self.entries.append(_entry(name, workload, number, seed, order, run, found, doubts))
+        entry = _entry(name, workload, number, seed, order, run, found, doubts)
+        self.entries.append(entry)
+        if number == 1:  # one round's ticks show the policy; the files are committed
+            end = max((record.ended for record in run.records), default=run.started)
+            entry["ticks"] = trimmed(run_loop(fetch_ticks(target.base_url)), run.started, end)
         rate = lookup(found, "output_tokens_per_second") or 0
         first = lookup(found, "time_to_first_token_seconds.p50") or 0
         print(
@@ -237,17 +243,29 @@ class Comparison:
         }
         results.write(self.path, self.result)
 
+    def start(self, stack: ExitStack, logs: Path) -> tuple[list[RunningServer], dict[str, Target]]:
+        """Start and warm every server. Each sizes its cache by what memory is free, so the next one is
+        started when the one before is healthy, and loads while that one is warmed; or, with --together, all
+        at once, for servers whose share of the memory does not depend on the others'."""
+        servers: list[RunningServer] = []
+        targets: dict[str, Target] = {}
+        together = self.options.together
+        for spec in self.config.servers:
+            server = stack.enter_context(RunningServer(spec, logs / f"{spec.name}.log"))
+            if servers and not together:
+                targets[servers[-1].spec.name] = self.warm(servers[-1])
+            servers.append(server)
+            if not together:
+                self.ready_seconds[spec.name] = run_loop(server.wait_ready())
+        for server in servers:
+            if server.spec.name not in targets:
+                targets[server.spec.name] = self.warm(server)
+        return servers, targets
+
     def resident(self, logs: Path) -> None:
         """All servers up; each round asks them in turn, and every round another one begins."""
         with ExitStack() as stack:
-            servers = []
-            targets: dict[str, Target] = {}
-            for (
-                spec
-            ) in self.config.servers:  # one after the other: each sizes its cache by what memory is free
-                server = stack.enter_context(RunningServer(spec, logs / f"{spec.name}.log"))
-                targets[spec.name] = self.warm(server)
-                servers.append(server)
+            servers, targets = self.start(stack, logs)
             names = list(targets)
             skipped: set[str] = set()
             for number in range(1, self.options.rounds + 1):
@@ -290,6 +308,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--baseline", help="server that ratios are formed to (default: the last in the file)")
     made.add_argument("--only", nargs="+", metavar="NAME", help="leave out the other servers of the file")
     made.add_argument("--sequential", action="store_true", help="one server on the card at a time")
+    made.add_argument(
+        "--together", action="store_true", help="start all servers at once, not each when the last is healthy"
+    )
     made.add_argument("--processes", type=int, default=1, help="client processes")
     made.add_argument("--client-cpu-limit", type=float, default=0.7)
     made.add_argument(

@@ -18,15 +18,17 @@ from benchmarks.metrics import HISTOGRAM_EDGES, lookup
 STYLE: Any = {"svg.hashsalt": "benchmarks", "svg.fonttype": "none", "axes.grid": True, "grid.alpha": 0.3}
 
 
-def _file(folder: Path, label: str, what: str) -> Path:
+def figure_file(folder: Path, label: str, what: str) -> Path:
+    """The file of a figure; makes the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return folder / (re.sub(r"[^A-Za-z0-9.]+", "-", f"{label}-{what}").strip("-") + ".svg")
 
 
-def _draw(path: Path, columns: int, fill: Callable[[Any], None]) -> Path:
+def draw(path: Path, columns: int, fill: Callable[[Any], None], width: float = 4.6) -> Path:
+    """Let ``fill`` draw into ``columns`` axes and save them; ``width`` in inches each."""
     with matplotlib.rc_context(STYLE):
         figure, axes = plt.subplots(
-            1, columns, figsize=(4.6 * columns, 3.2), squeeze=False, layout="constrained"
+            1, columns, figsize=(width * columns, 3.2), squeeze=False, layout="constrained"
         )
         fill(axes[0])
         figure.savefig(path, metadata={"Date": None})
@@ -87,10 +89,10 @@ def draw_comparison(result: dict[str, Any], folder: Path) -> list[Path]:
             workloads.setdefault(entry["workload"], {}).setdefault(entry["server"], []).append(entry)
     points: dict[str, list[tuple[int, float]]] = {}
     for workload, by_server in workloads.items():
-        path = _file(folder, result["label"], f"{workload}-latency")
-        drawn.append(_draw(path, 2, lambda axes, found=by_server: _latency(axes, found)))
-        path = _file(folder, result["label"], f"{workload}-timeline")
-        drawn.append(_draw(path, len(by_server), lambda axes, found=by_server: _timeline(axes, found)))
+        path = figure_file(folder, result["label"], f"{workload}-latency")
+        drawn.append(draw(path, 2, lambda axes, found=by_server: _latency(axes, found)))
+        path = figure_file(folder, result["label"], f"{workload}-timeline")
+        drawn.append(draw(path, len(by_server), lambda axes, found=by_server: _timeline(axes, found)))
         for name, entries in (
             by_server.items() if "concurrency=" in workload or workload == "offline256" else ()
         ):
@@ -99,6 +101,6 @@ def draw_comparison(result: dict[str, Any], folder: Path) -> list[Path]:
                 rate = lookup(entry["aggregates"], "output_tokens_per_second") or 0
                 points.setdefault(name, []).append((int(peak), rate))
     if any(len({level for level, _ in values}) > 1 for values in points.values()):
-        path = _file(folder, result["label"], "throughput-by-concurrency")
-        drawn.append(_draw(path, 1, lambda axes: _concurrency(axes[0], points)))
+        path = figure_file(folder, result["label"], "throughput-by-concurrency")
+        drawn.append(draw(path, 1, lambda axes: _concurrency(axes[0], points)))
     return drawn

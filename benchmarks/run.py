@@ -23,6 +23,7 @@ from benchmarks.floor import Card, ModelShape, add_card_arguments, card_from_arg
 from benchmarks.health import check_health, first_model
 from benchmarks.load import SAMPLING, Record, Run, Target, run_loop, run_workload
 from benchmarks.metrics import Limits, lookup, row, summarise, time_to_first_token
+from benchmarks.ticks import fetch_ticks, trimmed
 from benchmarks.workloads import LARGEST_TOKEN_ID, WORKLOADS, Ask, Session, Workload, build
 
 WARM_UP = Workload(
@@ -241,6 +242,11 @@ def main() -> int:
         aggregates=found,
         requests=[row(record, start) for record in run.records],
     )
+    end = max((record.ended for record in run.records), default=run.started)
+    if (
+        ticks := trimmed(run_loop(fetch_ticks(target.base_url, target.api_key)), run.started, end)
+    ) is not None:
+        result["ticks"] = ticks
     path = options.out or results.result_path("run", options.label)
     results.write(path, result)
     print(f"\n{path.name}: {lookup(found, 'output_tokens_per_second') or 0:.1f} output tokens/s")

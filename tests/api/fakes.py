@@ -10,6 +10,7 @@ from typing import Any
 
 from helios.errors import EngineDeadError, QueueFullError, RequestError
 from helios.runtime.detokenizer import Detokenizer, Vocabulary
+from helios.runtime.interfaces import TickRecord
 from helios.runtime.request import (
     Deliver,
     FinishReason,
@@ -44,6 +45,7 @@ class FakeScheduler:
         self.age = 0.1
         self.jobs: list[Job] = []
         self.cleared = 0
+        self.ticks: list[TickRecord] | None = None
         self._running: list[tuple[Job, list[list[int]]]] = []
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, daemon=True)
@@ -67,6 +69,9 @@ class FakeScheduler:
 
     def cache_snapshot(self) -> dict[str, Any]:
         return {"blocks": 3, "tokens": 768, "bytes": 1, "capacity": 8, "hashes": [], "hits": 1}
+
+    def tick_log(self) -> list[TickRecord] | None:
+        return self.ticks
 
     def clear_prefix_cache(self) -> int:
         self.cleared += 1

@@ -16,7 +16,7 @@ from tests.api.conftest import ServerFactory
 PATHS = {
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
     "/v1/models", "/v1/models/{model_id}", "/tokenize", "/detokenize", "/version", "/metrics", "/health",
-    "/live", "/ready", "/internal/cache", "/internal/cache/clear",
+    "/live", "/ready", "/internal/cache", "/internal/cache/clear", "/internal/ticks",
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from helios.api.app import create_app
 from helios.api.state import ServerState
 from helios.config import Settings
 from helios.errors import StartupError
+from helios.runtime.interfaces import TickRecord
 from tests.api.conftest import MODEL, Server, ServerFactory, parse_events
 
 CHAT = "/v1/chat/completions"
@@ -100,6 +101,24 @@ def test_cache_is_shown_and_cleared(server: Server) -> None:
     assert server.scheduler.cleared == 2
 
 
+def test_ticks_are_shown_or_said_to_be_off(server: Server) -> None:
+    """Would catch rows whose columns nobody can tell apart, and a 404 that does not say what to set."""
+    off = get(server, "/internal/ticks")
+    assert (off.status_code, off.json()["error"]["code"]) == (404, "tick_log_off")
+    assert "HELIOS_TICK_LOG" in off.json()["error"]["message"]
+    server.scheduler.ticks = [TickRecord(1.0, 1.5, 3, 256, 4, 0)]
+    found = get(server, "/internal/ticks").json()
+    assert found["columns"] == [
+        "started",
+        "finished",
+        "decode_tokens",
+        "prefill_tokens",
+        "running",
+        "waiting",
+    ]
+    assert found["ticks"] == [[1.0, 1.5, 3, 256, 4, 0]]
+
+
 def test_clearing_is_guarded(server: Server) -> None:
     """Without keys only a local caller may slow the others down."""
 
@@ -137,6 +156,7 @@ def test_keys_guard_everything_but_probes(make_server: ServerFactory, tmp_path: 
         "/openapi.json",
         "/version",
         "/internal/cache",
+        "/internal/ticks",
         "/nowhere",
     ):
         response = get(server, path)

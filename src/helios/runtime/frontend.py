@@ -22,6 +22,7 @@ from helios.errors import EngineDeadError, NotReadyError, RequestError, Unsuppor
 from helios.runtime.chat import ChatTemplate, Message, ToolSpec
 from helios.runtime.detokenizer import Vocabulary
 from helios.runtime.generation import Generation
+from helios.runtime.interfaces import TickRecord
 from helios.runtime.job_builder import ChatOptions, JobBuilder, JobOptions, ModelInfo, Prompt
 from helios.runtime.metrics import Metrics
 from helios.runtime.output_parser import OutputParser
@@ -52,6 +53,10 @@ class Scheduler(Protocol):
     def cache_snapshot(self) -> dict[str, Any]: ...
 
     def clear_prefix_cache(self) -> int: ...
+
+    def tick_log(self) -> list[TickRecord] | None:
+        """The last ticks, oldest first; None where none are kept."""
+        ...
 
     def is_alive(self) -> bool: ...
 

@@ -1,4 +1,4 @@
-"""Health, liveness, readiness, and the prefix cache's inside."""
+"""Health, liveness, readiness, and the inside of the prefix cache and of the engine's ticks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from starlette.responses import Response
 from helios.api.errors import error_headers
 from helios.api.routes.common import PLAIN_ERRORS, documented, json_response, server_state
 from helios.api.state import HEARTBEAT_LIMIT_SECONDS, ServerState
-from helios.errors import AuthenticationError, EngineDeadError
+from helios.errors import AuthenticationError, EngineDeadError, NotFoundError
+from helios.runtime.interfaces import TickRecord
 
 router = APIRouter()
 _LOOPBACK = frozenset({"127.0.0.1", "::1"})
@@ -83,6 +84,25 @@ async def live(request: Request) -> Response:
 async def cache(request: Request) -> Response:
     """Blocks, tokens, bytes, capacity, hashes and hits of this process's prefix cache."""
     return json_response(server_state(request).ready_frontend().scheduler.cache_snapshot())
+
+
+@router.get(
+    "/internal/ticks",
+    tags=["Operation"],
+    summary="The engine's last ticks",
+    responses=documented(401, 404, 500, 503),
+)
+async def ticks(request: Request) -> Response:
+    """One row for each of the last HELIOS_TICK_LOG ticks; 404 where no log is kept. Times are seconds of
+    this host's monotonic clock."""
+    log = server_state(request).ready_frontend().scheduler.tick_log()
+    if log is None:
+        raise NotFoundError(
+            "This server keeps no log of its ticks: start it with HELIOS_TICK_LOG=10000 to keep the last "
+            "10000 of them.",
+            code="tick_log_off",
+        )
+    return json_response({"columns": TickRecord._fields, "ticks": log})
 
 
 @router.delete(
