@@ -36,22 +36,24 @@ KV_HEADS = 8
 HEAD_DIM = 128
 NEW_TOKENS = (512, 1024, 2048, 4096, 8192)
 CACHED_TOKENS = (0, 4096)
-# block_m, block_n, num_warps, num_stages, tma, registers
+# block_m, block_n, num_warps, num_stages, tma, one loop, registers
 SWEEP: tuple[PrefillConfig, ...] = tuple(
-    PrefillConfig(m, n, w, s, tma=tma, registers=registers)
-    for m, n, w, s, tma, registers in (
-        (64, 64, 4, 3, False, None),
-        (64, 64, 4, 2, True, None),
-        (64, 64, 4, 3, True, None),
-        (64, 128, 4, 2, True, None),
-        (128, 64, 8, 3, False, None),
-        (128, 64, 8, 2, False, 128),
-        (128, 64, 8, 2, True, 128),
-        (128, 64, 8, 3, True, None),
-        (128, 128, 8, 2, False, None),
-        (128, 128, 8, 2, True, None),
-        (128, 128, 8, 3, True, None),
-        (128, 32, 8, 3, True, 128),
+    PrefillConfig(m, n, w, s, tma=tma, one_loop=one_loop, registers=registers)
+    for m, n, w, s, tma, one_loop, registers in (
+        (64, 64, 4, 3, False, False, None),
+        (64, 64, 4, 3, False, True, None),
+        (64, 64, 4, 2, False, True, None),
+        (64, 64, 4, 3, True, False, None),
+        (64, 128, 4, 2, True, False, None),
+        (128, 64, 8, 3, False, False, None),
+        (128, 64, 8, 3, False, True, None),
+        (128, 64, 8, 2, False, True, 128),
+        (128, 64, 8, 2, True, False, 128),
+        (128, 64, 8, 3, True, False, None),
+        (128, 128, 8, 2, False, True, None),
+        (128, 128, 8, 2, True, False, None),
+        (128, 128, 8, 3, True, False, None),
+        (128, 32, 8, 3, True, False, 128),
     )
 )
 

@@ -110,9 +110,10 @@ def test_groups_of_heads(heads: int, kv_heads: int, head_dim: int, pack: bool) -
 
 @pytest.mark.parametrize("count", [1, 16, 65])
 @pytest.mark.parametrize("cached", [0, 63, 64, 191, 255])
-def test_chunks_around_tiles_blocks_and_pages(cached: int, count: int) -> None:
+@pytest.mark.parametrize("one_loop", [False, True])
+def test_chunks_around_tiles_blocks_and_pages(cached: int, count: int, one_loop: bool) -> None:
     """The border between whole and masked blocks, the last block and the page change, off by one."""
-    Case([(cached + count, count)], heads=2, kv_heads=1).check()
+    Case([(cached + count, count)], heads=2, kv_heads=1).check(replace(SMALL, one_loop=one_loop))
 
 
 def test_ragged_rows() -> None:
@@ -138,11 +139,11 @@ def test_more_rows_than_one_launch_takes() -> None:
     )
 
 
-@pytest.mark.parametrize("tma", [False, True])
-@pytest.mark.parametrize(("block_m", "block_n"), [(16, 16), (128, 32), (64, 256)])
-def test_any_tile(block_m: int, block_n: int, tma: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"tma": True}, {"one_loop": True}], ids=str)
+@pytest.mark.parametrize(("block_m", "block_n"), [(16, 32), (128, 32), (64, 256)])
+def test_any_tile(block_m: int, block_n: int, options: dict[str, bool]) -> None:
     """Tiles wider than blocks have several blocks on the diagonal, and the other way round."""
-    Case([(300, 150)]).check(PrefillConfig(block_m, block_n, 4, 2, tma=tma))
+    Case([(300, 150)]).check(PrefillConfig(block_m, block_n, 4, 2, **options))
 
 
 @pytest.mark.parametrize("tokens", [most for most, _ in DEFAULT_CONFIGS])
@@ -172,6 +173,8 @@ def test_what_the_kernel_cannot_do_is_refused() -> None:
     q, *rest = case.arguments
     with pytest.raises(ValueError, match="does not divide"):
         paged_prefill(q, *rest, config=replace(SMALL, block_n=512))
+    with pytest.raises(ValueError, match="loop of their own"):
+        paged_prefill(q, *rest, config=replace(SMALL, tma=True, one_loop=True))
     with pytest.raises(ValueError, match="kv heads"):
         paged_prefill(q[:, :3], *rest, config=SMALL)
     with pytest.raises(ValueError, match="power of two"):

@@ -44,19 +44,22 @@ class PrefillConfig:
     num_stages: int = 3
     pack: bool = True  # the heads of a group in one tile, where their number is a power of two
     tma: bool = False  # blocks through the tensor memory accelerator (SM90)
-    registers: int | None = (
-        None  # most registers of a thread: 128 let two programs of 8 warps run side by side
-    )
+    one_loop: bool = False  # the diagonal in the main loop, behind a branch: its pipeline fills only once
+    registers: int | None = None  # most of a thread: with 128, two programs of 8 warps run side by side
 
     def __str__(self) -> str:
-        options = f"{'' if self.pack else ' unpacked'}{' tma' if self.tma else ''}"
+        options = "".join(
+            f" {name}"
+            for name, on in (("unpacked", not self.pack), ("tma", self.tma), ("one loop", self.one_loop))
+            if on
+        )
         limit = f" r{self.registers}" if self.registers else ""
         return f"m{self.block_m} n{self.block_n} w{self.num_warps} s{self.num_stages}{limit}{options}"
 
 
 # (most new tokens, configuration): the first line that reaches the number of tokens in a call.
 DEFAULT_CONFIGS: tuple[tuple[int, PrefillConfig], ...] = (
-    (512, PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),
+    (512, PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3, one_loop=True)),
     (1 << 30, PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
 )
 
@@ -125,6 +128,7 @@ def paged_prefill(
             BLOCK_N=config.block_n,
             ROWS_PAD=MAX_ROWS,
             TMA=config.tma,
+            ONE_LOOP=config.one_loop,
             num_stages=config.num_stages,
             **limit,
             **launch_options(config.num_warps),
@@ -179,6 +183,8 @@ def _check(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, config
         raise ValueError(f"a block of {config.block_n} keys does not divide a page of {page_size}")
     if k_pages.stride() != v_pages.stride() or k_pages.stride(3) != 1 or q.stride(2) != 1:
         raise ValueError("keys and values must have the same strides, and head_dim must be contiguous")
+    if config.tma and config.one_loop:
+        raise ValueError("values behind a row can be blanked on the way only in a loop of their own with tma")
     if config.tma and not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise ValueError("tensor descriptors need contiguous pages")
 
@@ -222,6 +228,7 @@ def _walk(
     length,
     begin,
     end,
+    whole,
     scale,
     page_stride,
     token_stride,
@@ -232,7 +239,8 @@ def _walk(
     DIAGONAL: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Online softmax over the keys ``begin`` to ``end``, whole blocks; masked only on the diagonal."""
+    """Online softmax over the blocks of the keys ``begin`` to ``end``. Those from ``whole`` on are the diagonal's,
+    which needs a mask: all of them, if ``DIAGONAL`` is 1, none, if it is 0, or some, if it is 2."""
     tokens = tl.arange(0, BLOCK_N)
     offsets = tokens[:, None] * token_stride + tl.arange(0, HEAD_DIM)[None, :]
     last = tl.maximum(end - 1, 0)
@@ -245,19 +253,19 @@ def _walk(
         in_pool = page * PAGE + start % PAGE
         k = keys.load([in_pool, kv_head * HEAD_DIM]) if TMA else tl.load(keys + block + offsets)
         scores = tl.dot(query, tl.trans(k))
-        if DIAGONAL:
-            scores = tl.where(start + tokens[None, :] <= position[:, None], scores * scale, _MASKED)
-            new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_maximum[:, None])
-        else:
-            new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
-            weights = tl.exp2(scores * scale - new_maximum[:, None])
+        if DIAGONAL == 1:
+            scores = tl.where(start + tokens[None, :] <= position[:, None], scores, _MASKED)
+        elif DIAGONAL == 2:
+            if start >= whole:  # noqa: SIM102 (the outer branch is the compiler's, this one the program's)
+                scores = tl.where(start + tokens[None, :] <= position[:, None], scores, _MASKED)
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - new_maximum[:, None])
         decay = tl.exp2(maximum - new_maximum)
         total = total * decay + tl.sum(weights, 1)
         # What lies behind the sequence in its last page may be NaN, which a weight of zero does not hide.
         if TMA:
             v = values.load([in_pool, kv_head * HEAD_DIM])
-            if DIAGONAL:
+            if DIAGONAL == 1:
                 v = tl.where(live, v, 0.0)
         elif DIAGONAL:
             v = tl.load(values + block + offsets, mask=live, other=0.0)
@@ -299,6 +307,7 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     ROWS_PAD: tl.constexpr,
     TMA: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // PACK
@@ -334,7 +343,7 @@ def _prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     table = page_table + row * table_stride
-    for DIAGONAL in tl.static_range(2):
+    for step in tl.static_range(2 - ONE_LOOP):
         maximum, total, acc = _walk(
             query,
             position,
@@ -346,8 +355,9 @@ def _prefill_kernel(
             table,
             kv_head,
             length,
-            whole if DIAGONAL else 0,
-            seen if DIAGONAL else whole,
+            whole if step == 1 else 0,
+            seen if step == 1 or ONE_LOOP else whole,
+            whole,
             scale,
             page_stride,
             token_stride,
@@ -355,7 +365,7 @@ def _prefill_kernel(
             HEAD_DIM,
             PAGE,
             BLOCK_N,
-            DIAGONAL,
+            2 if ONE_LOOP else step,
             TMA,
         )
     where = ((begin + token) * HEADS + head) * HEAD_DIM

@@ -21,13 +21,16 @@ from __future__ import annotations
 import torch
 
 from helios.runtime.batch import AttentionPlan
-from helios.runtime.qwen3.attention_cpu import paged_attention_cpu
+from helios.runtime.qwen3.attention_cpu import attend_rows, paged_attention_cpu
 
 
 def attend(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, plan: AttentionPlan
 ) -> torch.Tensor:
     """Causal attention of every packed query over its row's pages. Returns ``[T, heads, head_dim]``."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling and plan.host_rows is not None:
+        return attend_rows(q, k_pages, v_pages, plan.host_rows, plan.num_decode)
     arguments = (
         q,
         k_pages,
@@ -39,7 +42,7 @@ def attend(
         plan.max_prefill_q,
         plan.max_kv,
     )
-    if torch.compiler.is_compiling():
+    if compiling:
         # An opaque operator: the plain numbers would otherwise be guarded and recompiled for.
         return torch.ops.helios.paged_attention(*arguments)
     return _paged_attention(*arguments)
@@ -150,7 +153,10 @@ def prefill_attention(
     max_q: int,
     max_kv: int,
 ) -> torch.Tensor:
-    """Prefill rows on CUDA: ``q [T, heads, head_dim]``, row ``i`` from ``cu_q[i]`` to ``cu_q[i + 1]``."""
+    """Prefill rows on CUDA: ``q [T, heads, head_dim]``, row ``i`` from ``cu_q[i]`` to ``cu_q[i + 1]``.
+
+    The candidate ``fa2`` of :mod:`helios.runtime.prefill_backend`, which captured graphs choose from.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     out = varlen_attn(
