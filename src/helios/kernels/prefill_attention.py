@@ -255,8 +255,8 @@ def _walk(
         scores = tl.dot(query, tl.trans(k))
         if DIAGONAL == 1:
             scores = tl.where(start + tokens[None, :] <= position[:, None], scores, _MASKED)
-        elif DIAGONAL == 2:
-            if start >= whole:  # noqa: SIM102 (the outer branch is the compiler's, this one the program's)
+        elif DIAGONAL == 2:  # noqa: SIM102 (the outer branch is the compiler's)
+            if start >= whole:
                 scores = tl.where(start + tokens[None, :] <= position[:, None], scores, _MASKED)
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - new_maximum[:, None])

@@ -21,16 +21,13 @@ from __future__ import annotations
 import torch
 
 from helios.runtime.batch import AttentionPlan
-from helios.runtime.qwen3.attention_cpu import attend_rows, paged_attention_cpu
+from helios.runtime.qwen3.attention_cpu import paged_attention_cpu
 
 
 def attend(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, plan: AttentionPlan
 ) -> torch.Tensor:
     """Causal attention of every packed query over its row's pages. Returns ``[T, heads, head_dim]``."""
-    compiling = torch.compiler.is_compiling()
-    if not compiling and plan.host_rows is not None:
-        return attend_rows(q, k_pages, v_pages, plan.host_rows, plan.num_decode)
     arguments = (
         q,
         k_pages,
@@ -42,7 +39,7 @@ def attend(
         plan.max_prefill_q,
         plan.max_kv,
     )
-    if compiling:
+    if torch.compiler.is_compiling():
         # An opaque operator: the plain numbers would otherwise be guarded and recompiled for.
         return torch.ops.helios.paged_attention(*arguments)
     return _paged_attention(*arguments)
