@@ -43,6 +43,10 @@ def check(logits: torch.Tensor, rows: list[dict[str, Any]], vocabulary: int | No
     assert token_ids.dtype == torch.int64
     assert torch.equal(finite, expected_finite)
     assert token_ids.tolist() == expected.tolist()
+    if not any(option in row for row in rows for option in ("top_k", "top_p", "min_p")):
+        drawn, drawn_finite = sample(logits, parameters, vocabulary, filters=False)
+        assert torch.equal(drawn, token_ids)
+        assert torch.equal(drawn_finite, finite)
     assert torch.equal(logits.nan_to_num(7), before.nan_to_num(7))
     return token_ids.tolist()
 
@@ -83,13 +87,24 @@ def test_several_chunks(dtype: torch.dtype) -> None:
     check(normal(4, 9001, 2.0, dtype), [MIXED[2], MIXED[4], MIXED[9], MIXED[0]])
 
 
-def test_draws_without_filters() -> None:
-    """Every row another key and position; without the filters' launches the tokens stay the same."""
-    rows = [{"temperature": 0.3 + 0.05 * row} for row in range(8)]
-    logits = normal(8, 4096, 1.0)
-    tokens = check(logits, rows)
-    assert sample(logits, packed(rows), filters=False)[0].tolist() == tokens
-    assert len(set(tokens)) > 5
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 9003), (8, 4096), (20, 9001), (40, 17_000)])
+def test_draws_without_filters(rows: int, vocabulary: int) -> None:
+    """Every row another key and position, programs of all sizes; the shorter way gives the same tokens."""
+    kinds = [{"temperature": 0.3 + 0.02 * row if row % 5 else 0.0} for row in range(1, rows + 1)]
+    tokens = check(normal(rows, vocabulary, 1.0, torch.bfloat16), kinds, vocabulary - 2)
+    assert len(set(tokens)) > rows // 2
+
+
+def test_a_broken_row_without_filters_is_flagged() -> None:
+    """NaN, an infinity or nothing allowed, in the first place of a chunk too, from which scores hang."""
+    logits = normal(6, 5000, 2.0)
+    logits[0, 0] = math.nan
+    logits[1, 2048] = math.inf
+    logits[2] = -math.inf
+    logits[3, :4000] = -math.inf
+    tokens = check(logits, [{"temperature": 1.0}] * 5 + [{"temperature": 0.0}])
+    assert tokens[:3] == [0, 0, 0]
+    assert tokens[3] >= 4000
 
 
 def test_ties_at_the_threshold_are_all_allowed() -> None:
