@@ -129,7 +129,8 @@ def _budgets(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
             found = {row["budget"]: row for row in rows if row["rate"] == rate and metric in row}
             shown = [name for name in names if name in found]
             axis.plot(shown, [1e3 * found[name][metric]["p99"] for name in shown], "o-", label=f"{rate:g}/s")
-        axis.set(ylabel=title, ylim=0, xlabel="tokens a tick")
+        axis.set(ylabel=title, xlabel="tokens a tick")
+        axis.set_ylim(0, 1.08 * axis.get_ylim()[1])
         axis.tick_params(axis="x", rotation=30)
         axis.legend()
 

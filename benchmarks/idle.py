@@ -41,8 +41,8 @@ from helios.runtime.engine import Engine
 
 WORKLOADS = ("batch1", "offline256", "poisson")
 _SPANS = {"_admit": "admit", "_launch": "launch", "_commit": "commit"}
-_WINDOW_TICKS = 4
-_TIMELINE_KERNELS = 400
+_WINDOW_TICKS = 3
+_TIMELINE_BARS = 450  # more would make a large figure: the window ends with the last one
 
 
 def items_of(name: str, built: Built, options: argparse.Namespace) -> tuple[list[Item], int | None]:
@@ -99,15 +99,18 @@ def timeline(trace: Trace, steps: list[tuple[int, int]]) -> dict[str, Any]:
     def cut(began: int, ended: int) -> list[float]:
         return [round((began - start) / 1e3, 1), round((ended - start) / 1e3, 1)]
 
-    merged: list[list[Any]] = []  # neighbours of a class are one bar: a layer is a dozen kernels
+    bars: list[list[Any]] = []  # neighbours of a class are one bar: a layer is a dozen kernels
     for kernel in trace.kernels:
         if kernel.end < start or kernel.start > end:
             continue
-        if merged and merged[-1][0] == kernel.kind and kernel.start - merged[-1][2] < 3000:
-            merged[-1][2] = max(merged[-1][2], kernel.end)
+        if bars and bars[-1][0] == kernel.kind and kernel.start - bars[-1][2] < 3000:
+            bars[-1][2] = max(bars[-1][2], kernel.end)
         else:
-            merged.append([kernel.kind, kernel.start, kernel.end])
-    kernels = [[kind, *cut(began, ended)] for kind, began, ended in merged[:_TIMELINE_KERNELS]]
+            bars.append([kernel.kind, kernel.start, kernel.end])
+    if len(bars) > _TIMELINE_BARS:
+        bars = bars[:_TIMELINE_BARS]
+        end = bars[-1][2]
+    kernels = [[kind, *cut(began, ended)] for kind, began, ended in bars]
     spans = [[name, *cut(began, ended)] for name, began, ended in trace.spans if start <= began < end]
     return {"microseconds": (end - start) / 1e3, "kernels": kernels, "spans": spans}
 

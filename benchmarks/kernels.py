@@ -11,7 +11,6 @@ the bandwidth that a plain copy reaches on this card. ``pdl`` is the same with p
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -21,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import results
 from helios.config import PAGE_SIZE
 from helios.kernels.activation import silu_mul, silu_mul_reference
 from helios.kernels.common import use_pdl
@@ -221,6 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time Helios's Triton kernels on one GPU.")
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
     parser.add_argument("--model", choices=sorted(MODELS), action="append", help="default: all")
+    parser.add_argument("--label", default="kernels")
     parser.add_argument("--quick", action="store_true", help="leave out torch's plain sampling")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -233,14 +234,14 @@ def main() -> None:
     for rows in SAMPLING_ROWS:
         sampling(table, rows, arguments.quick)
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        record = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "copy_bytes_per_second": bandwidth,
-            "rows": table.rows,
-        }
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+        result = results.envelope(
+            "kernels",
+            arguments.label,
+            device=torch.cuda.get_device_name(),
+            copy_bytes_per_second=bandwidth,
+            rows=table.rows,
+        )
+        results.write(arguments.out, result)
 
 
 if __name__ == "__main__":

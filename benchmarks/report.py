@@ -6,14 +6,19 @@ python benchmarks/report.py
 import argparse
 import statistics
 import sys
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import results
-from benchmarks.compare import METRICS, table
+from benchmarks.compare import METRICS, complete_rounds, table
 from benchmarks.metrics import lookup
+from benchmarks.report_engine import SECTIONS, image, markdown_table
+
+TARGETS = results.ROOT / "targets.toml"
 
 
 def hardware(result: dict[str, Any]) -> str:
@@ -50,6 +55,60 @@ def merged(comparisons: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def targets_of(result: dict[str, Any], targets: list[dict[str, Any]]) -> list[list[str]]:
+    """Rows (workload, metric, target, reached, verdict) for the targets that the comparison speaks to."""
+    names, baseline = [server["name"] for server in result["servers"]], result["baseline"]
+    titles = {metric.path: (metric.title, metric.scale) for metric in METRICS}
+    rows: list[list[str]] = []
+    for workload, found in complete_rounds(result["rounds"], names).items():
+        for target in targets:
+            path = target["metric"]
+            if not found or not workload.startswith(target["workload"]) or baseline == names[0]:
+                continue
+            if target.get("model", "") not in result["label"]:
+                continue
+            relative = target.get("over_baseline", False)
+            pairs = [(lookup(one[names[0]], path), lookup(one[baseline], path)) for one in found]
+            values = [ours / theirs if relative else ours for ours, theirs in pairs if ours and theirs]
+            if not values:
+                continue
+            reached, most = statistics.median(values), "at_most" in target
+            limit = target["at_most"] if most else target["at_least"]
+            met = reached <= limit if most else reached >= limit
+            title, scale = titles.get(path, (path, 1.0))
+            scale, unit = (1.0, f" x {baseline}") if relative else (scale, "")
+            sign = "at most" if most else "at least"
+            rows.append([workload, title, f"{sign} {scale * limit:.3g}{unit}", f"{scale * reached:.3g}{unit}",
+                         "met" if met else "missed"])  # fmt: skip
+    return rows
+
+
+def _ticks(result: dict[str, Any], figures: Path) -> list[str]:
+    """The tick timelines of the workloads that mix prompts with decoding."""
+    from benchmarks.engine_figures import draw_ticks
+
+    lines: list[str] = []
+    seen: set[str] = set()
+    for entry in result["rounds"]:
+        workload, name = entry["workload"], f"{entry['server']}-{entry['workload']}"
+        if not entry.get("ticks") or name in seen or not workload.startswith(("poisson", "mixed30")):
+            continue
+        seen.add(name)
+        ticks = entry["ticks"]
+        mixed, plain = ticks["mixed_seconds"], ticks["decode_only_seconds"]
+        shown = [
+            f"{word} p50 {1e3 * one['p50']:.2f}, p99 {1e3 * one['p99']:.2f}, max {1e3 * one['max']:.2f} ms"
+            for word, one in (("decoding only", plain), ("with prompts", mixed))
+            if one
+        ]
+        lines += [
+            f"Ticks of {entry['server']}, {workload} ({ticks['ticks']} of them): {'; '.join(shown)}.",
+            "",
+        ]
+        lines += image(draw_ticks(result["label"], name, ticks, figures), figures)
+    return lines
+
+
 def comparison_section(result: dict[str, Any], figures: Path | None) -> list[str]:
     names = [server["name"] for server in result["servers"]]
     versions = ", ".join(f"{name} {version}" for name, version in result.get("server_versions", {}).items())
@@ -60,6 +119,9 @@ def comparison_section(result: dict[str, Any], figures: Path | None) -> list[str
         f"Servers on the card: {resident}; sittings: {result['sittings']}; healthy after {ready}; {versions}."
     ]
     lines += ["", table(result["rounds"], names, result["baseline"]), ""]
+    targets: list[dict[str, Any]] = tomllib.loads(TARGETS.read_text(encoding="utf-8"))["targets"]
+    if rows := targets_of(result, targets):
+        lines += markdown_table(["workload", "metric", "target", "reached", ""], rows)
     lines += ["Commands:", ""]
     commands = [
         f"# {server['name']}\n{server['command']}" for server in result["servers"] if server["command"]
@@ -71,8 +133,39 @@ def comparison_section(result: dict[str, Any], figures: Path | None) -> list[str
         from benchmarks.figures import draw_comparison  # needs matplotlib, which --no-figures does without
 
         for path in draw_comparison(result, figures):
-            lines += [f"![{path.stem}]({figures.parent.name}/{figures.name}/{path.name})", ""]
+            lines += image(path, figures)
+        lines += _ticks(result, figures)
     return lines
+
+
+def http_section(offline: list[dict[str, Any]], comparisons: list[dict[str, Any]]) -> list[str]:
+    """Throughput without HTTP beside the same workload over HTTP, where both were measured."""
+    rows: list[list[str]] = []
+    for alone in {(r["label"], r["workload"]): r for r in offline}.values():
+        for result in comparisons:
+            name = result["servers"][0]["name"]
+            rates = [
+                lookup(entry["aggregates"], "output_tokens_per_second")
+                for entry in result["rounds"]
+                if entry["server"] == name and entry["workload"] == alone["workload"]
+            ]
+            known = [rate for rate in rates if rate]
+            if result["label"] != alone["label"] or not known:
+                continue
+            without, over = alone["output_tokens_per_second"]["p50"], statistics.median(known)
+            rows.append(
+                [
+                    alone["label"],
+                    alone["workload"],
+                    f"{without:,.0f}",
+                    f"{over:,.0f}",
+                    f"{over / without:.1%}",
+                ]
+            )
+    if not rows:
+        return []
+    head = ["model", "workload", "without HTTP, tokens/s", "over HTTP", "ratio"]
+    return ["## Offline beside HTTP", "", *markdown_table(head, rows)]
 
 
 def run_section(result: dict[str, Any]) -> list[str]:
@@ -132,6 +225,13 @@ def cpu_section(result: dict[str, Any]) -> list[str]:
     return [*lines, "", *_code(["python " + " ".join(result["command"])])]
 
 
+def missing(found: list[dict[str, Any]], scripts: Mapping[str, str]) -> list[str]:
+    """One line for what no result speaks of."""
+    known = {result["kind"] for result in found}
+    absent = [f"{kind} ({script})" for kind, script in scripts.items() if kind not in known]
+    return [f"Not measured: {', '.join(absent)}.", ""] if absent else []
+
+
 def report(found: list[dict[str, Any]], figures: Path | None) -> str:
     """The whole page; of single runs, starts and the like the newest of each label."""
     lines = [
@@ -146,6 +246,14 @@ def report(found: list[dict[str, Any]], figures: Path | None) -> str:
         lines += ["Medians (smallest-largest) over rounds; ratios are formed within each round.", ""]
         for result in comparisons:
             lines += comparison_section(result, figures)
+    lines += http_section([r for r in found if r["kind"] == "offline"], comparisons)
+    for kind, title, section, _ in SECTIONS:
+        newest = {r["label"]: r for r in found if r["kind"] == kind}
+        if newest:
+            lines += [f"## {title}", ""]
+        for result in newest.values():
+            lines += [f"### {result['label']}", "", hardware(result), "", *section(result, figures)]
+            lines += _code(["python " + " ".join(result["command"])])
     kinds = (("startup", "Start", startup_section), ("run", "Single runs", run_section),
              ("offline", "Engine without HTTP", offline_section), ("cpu", "CPU", cpu_section))  # fmt: skip
     for kind, title, section in kinds:
@@ -156,6 +264,8 @@ def report(found: list[dict[str, Any]], figures: Path | None) -> str:
                 lines += section(result)
     if len(found) == 0:
         lines += ["No results yet.", ""]
+    scripts = {"compare": "compare.py", "startup": "startup.py", "offline": "offline.py", "cpu": "cpu.py"}
+    lines += missing(found, scripts | {kind: script for kind, _, _, script in SECTIONS})
     return "\n".join(lines).rstrip() + "\n"
 
 

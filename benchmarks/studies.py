@@ -107,10 +107,15 @@ def offline(built: Built, options: argparse.Namespace) -> Rows:
     return rows
 
 
+def longest_answer(built: Built) -> int:
+    """The ``max_tokens`` that the requests of the admission study ask for."""
+    return min(2048, built.engine.config.max_model_len // 2)
+
+
 def admission(built: Built, options: argparse.Namespace) -> Rows:
     """Requests that may answer at length and mostly do not, in a pool that holds few long answers."""
     limits = built.engine.config
-    asked = min(2048, limits.max_model_len // 2)
+    asked = longest_answer(built)
     below, rng = vocabulary(built), random.Random(5)
     items: list[Item] = []
     for _ in range(options.admission_count):

@@ -105,7 +105,7 @@ def test_committed_configs_load(name: str, tmp_path: Path):
         "vocab_size": 9,
     }
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    variables = {"PYTHON": "python", "MODEL": str(tmp_path)}
+    variables = {"PYTHON": "python", "MODEL": str(tmp_path), "HELIOS_AT": "8100", "VLLM_AT": "8101"}
     loaded = load_config(results.ROOT / "configs" / name, variables)
     assert [server.name for server in loaded.servers] == ["helios", "vllm"]
     assert loaded.shape is not None
