@@ -21,6 +21,7 @@ from helios.runtime.reporting import usage_report
 from helios.runtime.request import TokenEvent
 
 OBJECT = "text_completion"
+_PLAIN_TAIL = b',"logprobs":null,"finish_reason":null}]}\n\n'
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,11 @@ class CompletionAnswer:
         self._started = [False] * generation.num_choices
         head = {"id": identity.id, "object": OBJECT, "created": identity.created, "model": identity.model}
         self._head = b"data: " + to_json(head)[:-1] + b',"choices":['
+        # Nearly every chunk of a stream is this with a text in the middle.
+        self._plain = not (self._logprobs or options.hide_output or options.continuous_usage)
+        self._plain_heads = [
+            self._head + b'{"index":%d,"text":' % choice for choice in range(len(self._started))
+        ]
 
     def _opening_text(self, choice: int) -> str:
         """The echoed prompt before a choice's first text; also starts its logprobs."""
@@ -98,9 +104,13 @@ class CompletionAnswer:
 
     def encode(self, events: list[tuple[int, TokenEvent]]) -> bytes:
         """Chunks for some events."""
-        return b"".join(self._chunk(choice, event) for choice, event in events)
+        if len(events) == 1:
+            return self._chunk(*events[0])
+        return b"".join([self._chunk(choice, event) for choice, event in events])
 
     def _chunk(self, choice: int, event: TokenEvent) -> bytes:
+        if self._plain and event.text and event.finish_reason is None and self._started[choice]:
+            return self._plain_heads[choice] + to_json(event.text) + _PLAIN_TAIL
         text = self._take(choice, event)
         finish = self._finish(event)
         if not text and finish is None and not event.logprobs:
