@@ -100,6 +100,35 @@ def test_bad_fields_are_named(server: Server, fields: dict[str, Any], param: str
 
 
 @pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+def test_priority_needs_its_policy(make_server: ServerFactory, path: str, fields: dict[str, Any]) -> None:
+    """Would catch a client that believes to be first, or a priority that does not reach the scheduler."""
+    plain, urgent = make_server(), make_server(scheduling_policy="priority")
+    refused = asyncio.run(plain.post(path, {**fields, "priority": -3}))
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert "'priority'" in message
+    assert "HELIOS_SCHEDULING_POLICY=fcfs" in message
+    plain.say("x")
+    urgent.say("x")
+    assert asyncio.run(plain.post(path, {**fields, "priority": 0})).status_code == 200
+    for priority in (-(2**31), 2**31 - 1):
+        assert asyncio.run(urgent.post(path, {**fields, "priority": priority})).status_code == 200
+        assert urgent.scheduler.jobs[-1].priority == priority
+    for priority in (-(2**31) - 1, 2**31, 1.5, "1"):
+        refused = asyncio.run(urgent.post(path, {**fields, "priority": priority}))
+        assert refused.status_code == 400
+        assert "'priority'" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},

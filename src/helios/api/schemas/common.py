@@ -117,7 +117,7 @@ class StreamOptions(RequestModel):
     include_obfuscation: bool | None = Field(None, description="Accepted; no padding is ever sent.")
 
 
-def _bounded(name: str, description: str | None = None) -> Any:
+def bounded(name: str, description: str | None = None) -> Any:
     """An optional field with the bounds that the library checks, too."""
     bounds: dict[str, Any] = dict(BOUNDS[name])
     return Field(None, description=description, **bounds)
@@ -137,21 +137,21 @@ class SamplingFields(RequestModel):
     harmless = HARMLESS
 
     model: str | None = Field(None, description="Served model name or alias; default: the served model.")
-    temperature: float | None = _bounded("temperature", "0 is greedy.")
-    top_p: float | None = _bounded("top_p")
-    top_k: int | None = _bounded("top_k", "0 or -1: off.")
-    min_p: float | None = _bounded("min_p")
-    seed: int | None = _bounded("seed")
-    n: int | None = _bounded("n")
+    temperature: float | None = bounded("temperature", "0 is greedy.")
+    top_p: float | None = bounded("top_p")
+    top_k: int | None = bounded("top_k", "0 or -1: off.")
+    min_p: float | None = bounded("min_p")
+    seed: int | None = bounded("seed")
+    n: int | None = bounded("n")
     stop: str | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = _bounded("min_tokens")
+    min_tokens: int | None = bounded("min_tokens")
     max_tokens: int | None = Field(None, ge=0)
-    presence_penalty: float | None = _bounded("presence_penalty")
-    frequency_penalty: float | None = _bounded("frequency_penalty")
-    repetition_penalty: float | None = _bounded("repetition_penalty")
+    presence_penalty: float | None = bounded("presence_penalty")
+    frequency_penalty: float | None = bounded("frequency_penalty")
+    repetition_penalty: float | None = bounded("repetition_penalty")
     logit_bias: (
         Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few_entries)] | None
     ) = None
@@ -160,7 +160,7 @@ class SamplingFields(RequestModel):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     timeout_seconds: float | None = Field(None, gt=0, le=7 * 86400)
-    priority: int | None = _bounded("priority", "Lower runs first; needs HELIOS_SCHEDULING_POLICY=priority.")
+    priority: int | None = bounded("priority", "Lower runs first; needs HELIOS_SCHEDULING_POLICY=priority.")
 
     @property
     def streams(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from helios.api.schemas.chat import MAX_TOOLS
-from helios.api.schemas.common import JsonObject, RequestModel, StopString, check_unknown
+from helios.api.schemas.common import JsonObject, RequestModel, StopString, bounded, check_unknown
 from helios.errors import InvalidRequestError
 
 
@@ -151,15 +151,16 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: int = Field(ge=1)
     stream: bool | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=1_000_000)
+    temperature: float | None = bounded("temperature")
+    top_p: float | None = bounded("top_p")
+    top_k: int | None = bounded("top_k")
     stop_sequences: Annotated[list[StopString], Field(max_length=64)] | None = None
+    priority: int | None = bounded("priority", "Lower runs first; needs HELIOS_SCHEDULING_POLICY=priority.")
 
     def chat_fields(self, *, can_think: bool) -> dict[str, Any]:
         """The same request as fields of a chat completion."""
         fields = super().chat_fields(can_think=can_think)
-        for name in ("max_tokens", "stream", "temperature", "top_p", "top_k"):
+        for name in ("max_tokens", "stream", "temperature", "top_p", "top_k", "priority"):
             fields[name] = getattr(self, name)
         if self.stop_sequences:
             fields["stop"] = self.stop_sequences
