@@ -39,11 +39,15 @@ def generate(
         parameters(temperature=0.6, top_p=1.0, ignore_eos=True, max_tokens=count) for count in outputs
     ]
     start = time.perf_counter()
-    answers = llm.generate(prompts, sampling)
+    answers = llm.generate(prompts, sampling, progress=False)
     elapsed = time.perf_counter() - start
-    if len(answers) != len(prompts):
-        raise RuntimeError(f"{len(prompts)} prompts, {len(answers)} answers")
-    return elapsed, sum(outputs)
+    for answer in answers:
+        if answer.error is not None:
+            raise answer.error
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    if tokens != sum(outputs):
+        raise RuntimeError(f"{sum(outputs)} tokens were asked for, {tokens} came")
+    return elapsed, tokens
 
 
 def setting(text: str) -> tuple[str, str]:
@@ -64,7 +68,7 @@ def main() -> int:
     parser.add_argument("--workload", default="offline256")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the first round; each further one adds 1")
-    parser.add_argument("--largest-id", type=int, default=LARGEST_TOKEN_ID)
+    parser.add_argument("--largest-id", type=int, help="default: 10000, or what the model has")
     parser.add_argument("--label", default="unlabelled")
     parser.add_argument("--out", type=Path)
     add_card_arguments(parser)
@@ -79,10 +83,11 @@ def main() -> int:
     begun = time.perf_counter()
     llm = LLM(options.model, **dict(options.set))
     load_seconds = time.perf_counter() - begun
+    largest_id = options.largest_id or min(LARGEST_TOKEN_ID, llm.model.vocab_size - 256)  # plain tokens
     generate(llm, [[1, 2, 3]], [8], SamplingParams)  # isolated warm-up
     rounds = []
     for number in range(options.rounds):
-        workload = build(options.workload, options.seed + number, options.largest_id)
+        workload = build(options.workload, options.seed + number, largest_id)
         prompts, outputs = token_prompts(workload)
         elapsed, tokens = generate(llm, prompts, outputs, SamplingParams)
         one: dict[str, Any] = {
