@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from helios.kernels.prefill_attention import (
     paged_prefill,
     paged_prefill_reference,
 )
+from helios.kernels.prefill_kernel import prefill_kernel
 from helios.runtime.prefill_backend import (
     FA2,
     MORE_CONFIGS,
@@ -50,8 +52,10 @@ def backends() -> list[object]:
 class Buffers:
     """Fixed tensors, as a CUDA graph needs: pages full of NaN of which rows own some, in shuffled order."""
 
-    def __init__(self, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, rows: int = 16) -> None:
-        self.tokens, self.most_pages = 2048, 64
+    def __init__(
+        self, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tokens: int = 2048, rows: int = 16
+    ) -> None:
+        self.tokens, self.most_pages = tokens, 64
         self.q = torch.zeros((self.tokens, heads, head_dim), device="cuda", dtype=dtype)
         self.pages = torch.zeros((2, 120, PAGE, kv_heads, head_dim), device="cuda", dtype=dtype)
         self.table = torch.zeros((rows, self.most_pages), device="cuda", dtype=torch.int32)
@@ -102,6 +106,13 @@ TICKS = [
     [(20 + row, 20 + row) for row in range(16)],
     [(2048, 2048)],
 ]
+# Ticks of a graph for 64 tokens, whose keys are cut into parts.
+SHORT_TICKS = [
+    [(8000, 64)],
+    [(5000, 20), (30, 30), (600, 9)],
+    [(400 + 16 * row, 1 + row % 5) for row in range(16)],
+    [(64, 64)],
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -115,23 +126,27 @@ def test_every_kernel_equals_the_reference(
     """Would catch a wrong mask or page, rows mixed up, and a read of anything outside the rows. Only the
     Triton kernel promises to bear NaN behind a row in the row's own last page."""
     tail = torch.nan if candidate.name.startswith("triton") else 0.0
-    buffers = Buffers(heads, kv_heads, head_dim, dtype)
-    for seed, rows in enumerate(TICKS):
-        buffers.fill(rows, tail=tail, seed=seed)
-        assert buffers.error(buffers.run(candidate.run)) < 5e-3, rows
+    for tokens, ticks in ((2048, TICKS), (64, SHORT_TICKS)):
+        buffers = Buffers(heads, kv_heads, head_dim, dtype, tokens)
+        for seed, rows in enumerate(ticks):
+            buffers.fill(rows, tail=tail, seed=seed)
+            assert buffers.error(buffers.run(candidate.run)) < 5e-3, rows
 
 
+@pytest.mark.parametrize(("tokens", "ticks"), [(2048, TICKS), (64, SHORT_TICKS)], ids=["long", "short"])
 @pytest.mark.parametrize("candidate", backends())
-def test_one_graph_serves_any_rows(gpu: torch.device, candidate: Candidate) -> None:
+def test_one_graph_serves_any_rows(
+    gpu: torch.device, candidate: Candidate, tokens: int, ticks: list[list[tuple[int, int]]]
+) -> None:
     """Captured on padding alone, as at start: nothing of the rows may be baked into the launch."""
-    buffers = Buffers(32, 8, 128, torch.bfloat16)
+    buffers = Buffers(32, 8, 128, torch.bfloat16, tokens)
     buffers.fill([], tail=0.0)
     buffers.run(candidate.run)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = buffers.run(candidate.run)
-    for seed, rows in enumerate(TICKS):
+    for seed, rows in enumerate([*ticks, *ticks]):
         buffers.fill(rows, tail=0.0, seed=seed)
         out.fill_(torch.nan)
         graph.replay()
@@ -150,12 +165,10 @@ def test_unpacked_heads_and_the_accelerator_change_nothing(gpu: torch.device, co
 
 def test_slices_of_packed_buffers_need_no_new_kernel(gpu: torch.device) -> None:
     """Rows behind any number of decode rows: an address that is not a multiple of 16 must not compile again."""
-    from helios.kernels import prefill_attention
-
     buffers = Buffers(32, 8, 128, torch.bfloat16)
     buffers.fill([(300, 100), (64, 64), (40, 7)], tail=torch.nan)
     whole = buffers.run(lambda *arguments: paged_prefill(*arguments[:6]))
-    compiled = compiled_forms(prefill_attention)
+    compiled = compiled_forms()
     for skipped in (1, 2):
         part = paged_prefill(
             buffers.q,
@@ -167,11 +180,11 @@ def test_slices_of_packed_buffers_need_no_new_kernel(gpu: torch.device) -> None:
         )
         first = int(buffers.cu_q[skipped])
         torch.testing.assert_close(part[first : buffers.used], whole[first : buffers.used])
-    assert compiled_forms(prefill_attention) == compiled
+    assert compiled_forms() == compiled
 
 
-def compiled_forms(module: object) -> int:
-    kernel = module._prefill_kernel  # type: ignore[attr-defined]
+def compiled_forms() -> int:
+    kernel: Any = prefill_kernel
     return len(kernel.device_caches[torch.cuda.current_device()][0])
 
 

@@ -23,6 +23,7 @@ from helios.kernels.prefill_attention import (
     MAX_ROWS,
     PrefillConfig,
     default_config,
+    new_counters,
     num_tiles,
     paged_prefill,
     paged_prefill_reference,
@@ -75,8 +76,11 @@ class Case:
             torch.tensor(offsets, dtype=torch.int32, device=DEVICE),
         )
 
-    def check(self, config: PrefillConfig = SMALL) -> None:
-        got = paged_prefill(*self.arguments, config=config)[: self.tokens]
+    def check(
+        self, config: PrefillConfig = SMALL, counters: torch.Tensor | None = None, at_once: int = 0
+    ) -> None:
+        out = paged_prefill(*self.arguments, config=config, counters=counters, at_once=at_once)
+        got = out[: self.tokens]
         expected = paged_prefill_reference(*self.arguments)[: self.tokens]
         torch.testing.assert_close(got, expected, atol=2e-3, rtol=2e-3)
 
@@ -134,7 +138,7 @@ def test_padding_rows_and_tokens_of_a_graph() -> None:
 
 def test_more_rows_than_one_launch_takes() -> None:
     """A tick of many short prompts."""
-    Case([(5 + row, 3 + row % 3) for row in range(MAX_ROWS + 5)]).check(
+    Case([(5 + row, 3 + row % 3) for row in range(MAX_ROWS + 1)]).check(
         PrefillConfig(block_m=16, block_n=16, num_warps=4)
     )
 
@@ -150,6 +154,24 @@ def test_any_tile(block_m: int, block_n: int, options: dict[str, bool]) -> None:
 def test_default_configurations(tokens: int) -> None:
     """Each line of the table must be a configuration the kernel can run."""
     Case([(200, 100)], head_dim=128).check(default_config(tokens))
+
+
+@pytest.mark.parametrize("at_once", [7, 40])
+@pytest.mark.parametrize("options", [{}, {"one_loop": True}], ids=str)
+def test_keys_cut_into_parts(at_once: int, options: dict[str, bool]) -> None:
+    """Parts that hold only whole blocks, only the diagonal, or keys that none of some queries sees; fewer and more
+    programs than parts; a short row beside, which is not cut."""
+    case = Case([(1100, 9), (40, 5)], padding=1)
+    case.check(replace(SMALL, **options), at_once=at_once)
+    Case([(1037, 30)], heads=2, kv_heads=1).check(replace(SMALL, block_m=64, **options), at_once=at_once)
+
+
+def test_counters_are_clean_after_every_call() -> None:
+    """One that is not put back to zero would merge too early, or never, in the next layer."""
+    counters = new_counters(DEVICE)
+    for rows in ([(700, 5), (1100, 2)], [(30, 30)]):
+        Case(rows).check(counters=counters, at_once=32)
+        assert not counters.any()
 
 
 def test_large_scores_stay_finite() -> None:

@@ -10,24 +10,24 @@ Which tile a program takes is worked out on the device from ``cu_q`` and ``kv_le
 keys first: those run longest, and the short ones fill the gaps at the end. The grid only needs an upper bound,
 so a CUDA graph serves any rows; programs beyond the last tile come last and leave at once.
 
+A few tokens behind a long context would keep a few programs busy for long. Where the tiles of a call fill less
+than half of the card, the programs left over share the keys of each tile: every part leaves its maximum, sum and
+values, and the part that arrives last merges them in order, so that results repeat.
+
 Source of the algorithm: FlashAttention-2 (Dao, 2023).
 """
-
-# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportInvalidTypeForm=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportConstantRedefinition=false
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from helios.kernels.common import constant, cuda, jit, launch_options, tl
+from helios.kernels.common import launch_options
+from helios.kernels.prefill_kernel import prefill_kernel
 
-# Score of a masked key, and the running maximum before the first. Finite: no inf - inf anywhere.
-_MASKED = constant(-1.0e30)
 _LOG2_E = 1.4426950408889634
 # Rows of one launch, which the search for a tile compares pairwise. One number, so that one form is compiled.
 MAX_ROWS = 32
@@ -78,13 +78,18 @@ def paged_prefill(
     cu_q: torch.Tensor,
     *,
     config: PrefillConfig | None = None,
+    counters: torch.Tensor | None = None,
+    at_once: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of each row's newest tokens over its pages. Returns ``[T, heads, head_dim]``.
 
     ``q [T, heads, head_dim]``, of which row ``i`` has tokens ``cu_q[i]`` to ``cu_q[i + 1]``: the last positions
     of its ``kv_lengths[i]``. ``k_pages, v_pages [pages, page size, kv_heads, head_dim]``, ``page_table [R, P]``,
     ``kv_lengths [R]`` and ``cu_q [R + 1]`` int32. head_dim is a power of two from 16 on. Tokens of no row are
-    left unwritten. No key or value outside the rows is used, and no page outside of them is read. Raises
+    left unwritten. No key or value outside the rows is used, and no page outside of them is read.
+
+    ``counters``: :func:`new_counters`, shared by calls on one stream; without them they are made for the call.
+    ``at_once``: programs that the card is taken to run side by side, two for each multiprocessor. Raises
     ValueError for shapes or configurations the kernel cannot do.
 
     With programmatic dependent launch, ``kv_lengths`` and ``cu_q`` must not come from the kernel directly
@@ -101,9 +106,17 @@ def paged_prefill(
         (_blocks(pages, config.block_n) for pages in (k_pages, v_pages)) if config.tma else (k_pages, v_pages)
     )
     limit = {"maxnreg": config.registers} if config.registers else {}
+    at_once = 2 * _multiprocessors(q.device) if at_once is None else at_once
+    queries, head_tiles = config.block_m // pack, heads // pack
+    split = 2 * -(-tokens // queries) * head_tiles <= at_once
     for first in range(0, kv_lengths.shape[0], MAX_ROWS):
         rows = min(kv_lengths.shape[0] - first, MAX_ROWS)
-        _prefill_kernel[(num_tiles(tokens, rows, config.block_m // pack) * (heads // pack),)](
+        programs = num_tiles(tokens, rows, queries) * head_tiles
+        programs = max(programs, at_once) if split and programs else programs
+        slots = programs if split else 0
+        if split and counters is None:
+            counters = new_counters(q.device)
+        prefill_kernel[(programs,)](
             q,
             keys,
             values,
@@ -111,6 +124,9 @@ def paged_prefill(
             kv_lengths[first:],
             cu_q[first:],
             out,
+            torch.empty((slots, config.block_m, head_dim), device=q.device, dtype=torch.float32),
+            torch.empty((slots, 2, config.block_m), device=q.device, dtype=torch.float32),
+            counters if split else cu_q,
             rows,
             head_dim**-0.5 * _LOG2_E,  # scores in powers of two: exp2 is one instruction
             q.stride(0),
@@ -129,11 +145,24 @@ def paged_prefill(
             ROWS_PAD=MAX_ROWS,
             TMA=config.tma,
             ONE_LOOP=config.one_loop,
+            SPLIT=split,
             num_stages=config.num_stages,
             **limit,
             **launch_options(config.num_warps),
         )
     return out
+
+
+def new_counters(device: torch.device) -> torch.Tensor:
+    """Arrivals at each tile, for :func:`paged_prefill`. They return to zero by themselves, as a replayed CUDA
+    graph needs."""
+    return torch.zeros(1 << 14, device=device, dtype=torch.int32)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return cast(int, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def num_tiles(tokens: int, rows: int, queries: int) -> int:
@@ -155,8 +184,8 @@ def paged_prefill_reference(
     heads, head_dim = q.shape[1:]
     page_size, group = k_pages.shape[1], heads // k_pages.shape[2]
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    offsets = cu_q.tolist()
-    for row, length in enumerate(kv_lengths.tolist()):
+    offsets = cast(list[int], cu_q.tolist())
+    for row, length in enumerate(cast(list[int], kv_lengths.tolist())):
         first, last = offsets[row : row + 2]
         if first == last:
             continue
@@ -193,181 +222,3 @@ def _blocks(pages: torch.Tensor, block_n: int) -> Any:
     """A tensor descriptor that loads ``block_n`` tokens of one kv head."""
     descriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
     return descriptor.from_tensor(pages.flatten(0, 1).flatten(1, 2), [block_n, pages.shape[3]])
-
-
-@jit()
-def _find_tile(rank, cu_q, kv_lengths, rows, BLOCK_Q: tl.constexpr, ROWS_PAD: tl.constexpr):
-    """The row and the tile in it that comes ``rank``-th: longest rows first, each from its last tile on.
-    The row is -1 beyond the last tile."""
-    ids = tl.arange(0, ROWS_PAD)
-    live = ids < rows
-    first = tl.load(cu_q + ids, mask=live, other=0)
-    last = tl.load(cu_q + ids + 1, mask=live, other=0)
-    lengths = tl.load(kv_lengths + ids, mask=live, other=0)
-    tiles = tl.cdiv(last - first, BLOCK_Q)
-    longer = lengths[None, :] > lengths[:, None]
-    earlier = (lengths[None, :] == lengths[:, None]) & (ids[None, :] < ids[:, None])
-    start = tl.sum(tl.where(longer | earlier, tiles[None, :], 0), 1)  # tiles before each row's
-    hit = (start <= rank) & (rank < start + tiles)
-    row = tl.sum(tl.where(hit, ids + 1, 0), 0) - 1
-    tile = tl.sum(tl.where(hit, start + tiles - 1 - rank, 0), 0)
-    return row, tile
-
-
-@jit()
-def _walk(
-    query,  # [BLOCK_M, HEAD_DIM]
-    position,  # [BLOCK_M] of each query in its row
-    maximum,
-    total,
-    acc,
-    keys,  # pages, or their descriptor
-    values,
-    table,  # at this row
-    kv_head,
-    length,
-    begin,
-    end,
-    whole,
-    scale,
-    page_stride,
-    token_stride,
-    kv_head_stride,
-    HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Online softmax over the blocks of the keys ``begin`` to ``end``. Those from ``whole`` on are the diagonal's,
-    which needs a mask: all of them, if ``DIAGONAL`` is 1, none, if it is 0, or some, if it is 2."""
-    tokens = tl.arange(0, BLOCK_N)
-    offsets = tokens[:, None] * token_stride + tl.arange(0, HEAD_DIM)[None, :]
-    last = tl.maximum(end - 1, 0)
-    page = tl.load(table + tl.minimum(begin, last) // PAGE)
-    for start in tl.range(begin, end, BLOCK_N):
-        # Look the next page up now, so that its address is known when its keys are to be fetched.
-        following = tl.load(table + tl.minimum(start + BLOCK_N, last) // PAGE)
-        live = (start + tokens < length)[:, None]
-        block = page.to(tl.int64) * page_stride + (start % PAGE) * token_stride + kv_head * kv_head_stride
-        in_pool = page * PAGE + start % PAGE
-        k = keys.load([in_pool, kv_head * HEAD_DIM]) if TMA else tl.load(keys + block + offsets)
-        scores = tl.dot(query, tl.trans(k))
-        if DIAGONAL == 1:
-            scores = tl.where(start + tokens[None, :] <= position[:, None], scores, _MASKED)
-        elif DIAGONAL == 2:  # noqa: SIM102 (the outer branch is the compiler's)
-            if start >= whole:
-                scores = tl.where(start + tokens[None, :] <= position[:, None], scores, _MASKED)
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
-        weights = tl.exp2(scores * scale - new_maximum[:, None])
-        decay = tl.exp2(maximum - new_maximum)
-        total = total * decay + tl.sum(weights, 1)
-        # What lies behind the sequence in its last page may be NaN, which a weight of zero does not hide.
-        if TMA:
-            v = values.load([in_pool, kv_head * HEAD_DIM])
-            if DIAGONAL == 1:
-                v = tl.where(live, v, 0.0)
-        elif DIAGONAL:
-            v = tl.load(values + block + offsets, mask=live, other=0.0)
-        else:
-            v = tl.load(values + block + offsets)
-        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None])
-        maximum = new_maximum
-        page = following
-    return maximum, total, acc
-
-
-# Slices of packed buffers begin at any address: alignment must not choose a compiled form.
-@jit(
-    do_not_specialize=("rows", "table_stride"),
-    do_not_specialize_on_alignment=("page_table", "kv_lengths", "cu_q"),
-)
-def _prefill_kernel(
-    q,
-    keys,
-    values,
-    page_table,
-    kv_lengths,
-    cu_q,
-    out,
-    rows,
-    scale,
-    q_token_stride,
-    q_head_stride,
-    page_stride,
-    token_stride,
-    kv_head_stride,
-    table_stride,
-    PAGE: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PACK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS_PAD: tl.constexpr,
-    TMA: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    BLOCK_Q: tl.constexpr = BLOCK_M // PACK
-    HEAD_TILES: tl.constexpr = HEADS // PACK
-    # Heads vary fastest: programs that run side by side read the same tokens.
-    first_head = tl.program_id(0) % HEAD_TILES * PACK
-    kv_head = first_head // GROUP
-    row, tile = _find_tile(tl.program_id(0) // HEAD_TILES, cu_q, kv_lengths, rows, BLOCK_Q, ROWS_PAD)
-    if PDL:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
-    if row < 0:
-        return
-    begin = tl.load(cu_q + row)
-    count = tl.load(cu_q + row + 1) - begin
-    length = tl.load(kv_lengths + row)
-    m = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, HEAD_DIM)
-    token = tile * BLOCK_Q + m // PACK
-    live = (token < count)[:, None]
-    head = first_head + m % PACK
-    query = tl.load(
-        q + ((begin + token) * q_token_stride + head * q_head_stride)[:, None] + dims[None, :],
-        mask=live,
-        other=0.0,
-    )
-    first_position = length - count + tile * BLOCK_Q
-    position = length - count + token
-    whole = (first_position + 1) // BLOCK_N * BLOCK_N  # keys of the blocks that even the first query sees
-    seen = tl.minimum(first_position + BLOCK_Q, length)  # keys that the last query sees
-
-    maximum = tl.full([BLOCK_M], _MASKED, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    table = page_table + row * table_stride
-    for step in tl.static_range(2 - ONE_LOOP):
-        maximum, total, acc = _walk(
-            query,
-            position,
-            maximum,
-            total,
-            acc,
-            keys,
-            values,
-            table,
-            kv_head,
-            length,
-            whole if step == 1 else 0,
-            seen if step == 1 or ONE_LOOP else whole,
-            whole,
-            scale,
-            page_stride,
-            token_stride,
-            kv_head_stride,
-            HEAD_DIM,
-            PAGE,
-            BLOCK_N,
-            2 if ONE_LOOP else step,
-            TMA,
-        )
-    where = ((begin + token) * HEADS + head) * HEAD_DIM
-    result = acc / total[:, None]
-    tl.store(out + where[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=live)

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -27,7 +26,7 @@ from helios.config import PAGE_SIZE
 from helios.errors import StartupError
 from helios.kernels.common import available as kernels_available
 from helios.kernels.measure import relative_error, time_in_graph
-from helios.kernels.prefill_attention import PrefillConfig, default_config, paged_prefill
+from helios.kernels.prefill_attention import PrefillConfig, default_config, new_counters, paged_prefill
 from helios.runtime.qwen3.attention import prefill_attention
 
 log = logging.getLogger("helios.startup")
@@ -39,8 +38,14 @@ PrefillAttention = Callable[
     torch.Tensor,
 ]
 
-# (most new tokens of the class, new tokens timed, cached tokens before them)
-CLASSES: tuple[tuple[int, int, int], ...] = ((512, 512, 0), (1024, 1024, 7000), (1 << 30, 2048, 0))
+# (most new tokens of the class, new tokens timed, cached tokens before them). The first is the next turn of a
+# chat, whose time goes into the old turns' keys.
+CLASSES: tuple[tuple[int, int, int], ...] = (
+    (256, 128, 4000),
+    (512, 512, 0),
+    (1024, 1024, 7000),
+    (1 << 30, 2048, 0),
+)
 # Configurations tried beside the default of each class. Few: each is compiled once on a new machine.
 MORE_CONFIGS: tuple[PrefillConfig, ...] = (
     PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2, tma=True, registers=128),
@@ -117,7 +122,8 @@ def require(choice: Choice) -> None:
 
 
 def triton_candidate(config: PrefillConfig) -> Candidate:
-    """The Triton kernel in one configuration."""
+    """The Triton kernel in one configuration. Its first call on a device must not be captured."""
+    counters: dict[torch.device, torch.Tensor] = {}
 
     def run(
         q: torch.Tensor,
@@ -129,7 +135,11 @@ def triton_candidate(config: PrefillConfig) -> Candidate:
         max_q: int,
         max_kv: int,
     ) -> torch.Tensor:
-        return paged_prefill(q, k_pages, v_pages, page_table, kv_lengths, cu_q, config=config)
+        if q.device not in counters:
+            counters[q.device] = new_counters(q.device)
+        return paged_prefill(
+            q, k_pages, v_pages, page_table, kv_lengths, cu_q, config=config, counters=counters[q.device]
+        )
 
     return Candidate(f"triton {config}", run)
 
@@ -171,7 +181,7 @@ def candidates(choice: Choice, device: torch.device, most: int) -> list[Candidat
         found.append(fa3_candidate())
     # Older cards are what FlashAttention-2 was written for: left out of auto, they start sooner.
     if (choice == "triton" or (choice == "auto" and capability >= (9, 0))) and kernels_available(device):
-        configs = dict.fromkeys((default_config(most), *MORE_CONFIGS))
+        configs = dict.fromkeys((default_config(most), *(MORE_CONFIGS if most > 256 else ())))
         found += [triton_candidate(config) for config in configs]
     return found
 
@@ -196,39 +206,46 @@ def choose_prefill(
     if choice == "fa2" or (choice == "auto" and budget_s <= 0):
         return PrefillBackend([FA2] * len(CLASSES))
     deadline = time.monotonic() + budget_s
-    problem = partial(Problem, device, dtype, heads, kv_heads, head_dim)
+    # A second, short row in each, so that rows mixed up would show.
+    problems = [
+        Problem(device, dtype, heads, kv_heads, head_dim, [(cached + new - 37, new - 37), (37, 37)])
+        for _, new, cached in CLASSES
+    ]
     of_class = [candidates(choice, device, most) for most, _, _ in CLASSES]
-    verdicts = _verdicts(of_class, problem([(700, 400), (37, 37), (300, 1)]))
     backend = PrefillBackend([])
-    for (_, new, cached), tried in zip(CLASSES, of_class, strict=True):
-        right = [candidate for candidate in tried if not verdicts[candidate.name]]
+    for problem, verdicts in zip(problems, _verdicts(problems, of_class), strict=True):
+        right = [candidate for candidate, why in verdicts if not why]
+        reasons = "; ".join(f"{candidate.name}: {why}" for candidate, why in verdicts if why)
         if choice != "auto" and not right:
             raise StartupError(
                 f"HELIOS_PREFILL_ATTENTION={choice!r} cannot run on {torch.cuda.get_device_name(device)}: "
-                + ("; ".join(f"{name}: {why}" for name, why in verdicts.items()) or "not supported")
+                + (reasons or "not supported")
             )
+        if reasons:
+            log.info("prompt attention leaves out %s", reasons)
         ranked = [FA2, *right] if choice == "auto" else right
         times: dict[str, float] = {}
         if len(ranked) > 1 and time.monotonic() < deadline:
-            times = _times(ranked, problem([(cached + new, new)]))
+            with torch.inference_mode():
+                times = {candidate.name: problem.seconds(candidate) for candidate in ranked}
             ranked.sort(key=lambda candidate: times[candidate.name] * (1 - MARGIN * (candidate is FA2)))
         backend.choices.append(ranked[0])
         backend.seconds.append(times)
-    for name, why in verdicts.items():
-        if why:
-            log.info("prompt attention: %s is not used: %s", name, why)
     log.info("prompt attention, new tokens %s", backend)
     return backend
 
 
-def _verdicts(of_class: list[list[Candidate]], problem: Problem) -> dict[str, str]:
-    """By candidate name: what is wrong with its answer, empty if nothing. Kernels compile side by side."""
-    found = {candidate.name: candidate for tried in of_class for candidate in tried}
+def _verdicts(problems: list[Problem], of_class: list[list[Candidate]]) -> list[list[tuple[Candidate, str]]]:
+    """For each class, each candidate with what is wrong with its answer: empty if nothing. Kernels compile side
+    by side."""
     with torch.inference_mode():
-        expected = problem.run(FA2)
-    with ThreadPoolExecutor(max(len(found), 1)) as pool:
-        verdicts = pool.map(partial(_verdict, problem=problem, expected=expected), found.values())
-        return dict(zip(found, verdicts, strict=True))
+        expected = [problem.run(FA2) for problem in problems]
+    with ThreadPoolExecutor(8) as pool:
+        jobs = [
+            [(candidate, pool.submit(_verdict, candidate, problem, answer)) for candidate in tried]
+            for problem, answer, tried in zip(problems, expected, of_class, strict=True)
+        ]
+        return [[(candidate, job.result()) for candidate, job in tried] for tried in jobs]
 
 
 def _verdict(candidate: Candidate, problem: Problem, expected: torch.Tensor) -> str:
@@ -238,11 +255,6 @@ def _verdict(candidate: Candidate, problem: Problem, expected: torch.Tensor) -> 
     except Exception as failure:  # a compiler's or a library's: whatever it is, the candidate is out
         return f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:120]}"
     return "" if error < TOLERANCE else f"relative error {error:.3g} against fa2"
-
-
-def _times(tried: list[Candidate], problem: Problem) -> dict[str, float]:
-    with torch.inference_mode():
-        return {candidate.name: problem.seconds(candidate) for candidate in tried}
 
 
 class Problem:
