@@ -117,7 +117,7 @@ def _merge(values, stats, job, jobs, parts, BLOCK_M: tl.constexpr, HEAD_DIM: tl.
 # Slices of packed buffers begin at any address: alignment must not choose a compiled form.
 @jit(
     do_not_specialize=("rows", "table_stride"),
-    do_not_specialize_on_alignment=("page_table", "kv_lengths", "cu_q"),
+    do_not_specialize_on_alignment=("page_table", "kv_lengths", "cu_q", "counters"),
 )
 def prefill_kernel(
     q,
