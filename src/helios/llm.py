@@ -345,6 +345,8 @@ class LLM:
             return
         built.grammars.close()
         on_gpu = built.device.kind == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize()  # a tick may be on its way
         self._open.clear()
         self._backlog.clear()
         del built

@@ -157,7 +157,7 @@ class JobBuilder:
         return Job(
             job_id,
             prompt.ids,
-            replace(params, max_tokens=max_tokens),
+            params if params.max_tokens == max_tokens else replace(params, max_tokens=max_tokens),
             max_tokens=max_tokens,
             cache_salt=options.cache_salt,
             priority=options.priority,
