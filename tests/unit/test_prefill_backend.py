@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -19,6 +20,7 @@ from helios.runtime.prefill_backend import (
     PrefillBackend,
     Problem,
     choose_prefill,
+    fa3_candidate,
     require,
 )
 
@@ -114,6 +116,12 @@ def test_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(StartupError, match="uv sync --extra fa3"):
         require("fa3")
     require("auto")
+
+
+def test_a_broken_package_is_left_out(choose: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library built for another torch fails in its import: the start goes on with what works."""
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    assert names(choose(fa3=(fa3_candidate().run, 1), good=(right, 5))) == {"good"}
 
 
 def test_the_log_names_choices_and_times(choose: Choose, caplog: pytest.LogCaptureFixture) -> None:

@@ -102,6 +102,8 @@ def paged_prefill(
     group = heads // kv_heads
     pack = group if config.pack and group & (group - 1) == 0 and group <= config.block_m else 1
     out = torch.empty((tokens, heads, head_dim), device=q.device, dtype=q.dtype)
+    if not tokens:
+        return out
     keys, values = (
         (_blocks(pages, config.block_n) for pages in (k_pages, v_pages)) if config.tma else (k_pages, v_pages)
     )
@@ -112,7 +114,7 @@ def paged_prefill(
     for first in range(0, kv_lengths.shape[0], MAX_ROWS):
         rows = min(kv_lengths.shape[0] - first, MAX_ROWS)
         programs = num_tiles(tokens, rows, queries) * head_tiles
-        programs = max(programs, at_once) if split and programs else programs
+        programs = max(programs, at_once) if split else programs
         slots = programs if split else 0
         if split and counters is None:
             counters = new_counters(q.device)

@@ -145,8 +145,7 @@ def triton_candidate(config: PrefillConfig) -> Candidate:
 
 
 def fa3_candidate() -> Candidate:
-    """FlashAttention-3. Raises ImportError where it is not installed."""
-    attend = importlib.import_module("flash_attn_interface").flash_attn_with_kvcache
+    """FlashAttention-3, imported in its first call: a broken package then loses only this candidate."""
 
     def run(
         q: torch.Tensor,
@@ -158,6 +157,7 @@ def fa3_candidate() -> Candidate:
         max_q: int,
         max_kv: int,
     ) -> torch.Tensor:
+        attend = importlib.import_module("flash_attn_interface").flash_attn_with_kvcache
         return attend(
             q,
             k_pages,
