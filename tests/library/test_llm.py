@@ -400,6 +400,22 @@ def test_works_within_a_running_event_loop_and_from_threads(llm: LLM) -> None:
     assert [found[index] for index in range(6)] == expected
 
 
+def test_progress_is_for_terminals(
+    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch escape codes in a log file, or a bar that cannot be switched off."""
+    llm.generate(TEXTS, GREEDY)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes anything for a terminal
+    llm.generate(TEXTS, GREEDY, progress=False)
+    assert capsys.readouterr().err == ""
+    llm.generate(TEXTS, GREEDY)
+    shown = capsys.readouterr()
+    assert "/6 prompts" in shown.err
+    assert "tokens/s" in shown.err
+    assert shown.out == ""
+
+
 def test_priorities_reach_the_jobs() -> None:
     """Would catch priorities that are accepted and forgotten: one row, so the order is the priorities'."""
     with LLM("demo", device="cpu", max_batch_size=1, max_model_len=512, scheduling_policy="priority") as llm:

@@ -176,12 +176,13 @@ class Conversation:
         try:
             for thought, text in self._answers.answer(self._messages):
                 if thought and self._interactive:
-                    self._write(("" if dim else "\033[2m") + thought)
-                    dim = True
+                    begin, dim = "" if dim else "\033[2m", True
+                    self._write(begin + thought)
                 if text:
-                    self._write(("\033[0m\n\n" if dim else "") + text)
+                    self._write("\033[0m\n\n" if dim else "")
                     dim = False
                     said.append(text)
+                    self._write(text)
         finally:
             if dim:
                 self._write("\033[0m")
