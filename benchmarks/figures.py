@@ -46,8 +46,11 @@ def _latency(axes: Any, by_server: dict[str, list[dict[str, Any]]]) -> None:
         if counts.sum():
             above = 1 - np.cumsum(counts) / counts.sum()
             shown = (counts > 0) & (above > 0)
-            axes[1].plot(1000 * HISTOGRAM_EDGES[1:][shown], above[shown], label=name)
+            if shown.any():
+                axes[1].plot(1000 * HISTOGRAM_EDGES[1:][shown], above[shown], label=name)
     for axis, title in zip(axes, ("time to first token, ms", "gap between chunks, ms"), strict=True):
+        if not axis.lines:  # nothing to put on a logarithmic scale
+            continue
         axis.set(xlabel=title, ylabel="share above", xscale="log", yscale="log")
         axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

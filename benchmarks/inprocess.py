@@ -255,6 +255,12 @@ def single_items(count: int, prompt: int, output: int, seed: int, below: int) ->
     return [Item(0.0, random_ids(rng, prompt, below), output, kind="batch1") for _ in range(count)]
 
 
+def steady(built: Built) -> Engine:
+    """An engine whose prompts all run before any decoding, so that rows start to decode together; a step of
+    decoding rows alone is the same under every rule."""
+    return variant(built, prefill_first=True, target_itl=0.0)
+
+
 def decoding_jobs(
     engine: Engine, rows: int, context: int, steps: int, below: int, params: Sequence[SamplingParams] = ()
 ) -> list[Job]:

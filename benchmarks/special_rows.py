@@ -26,9 +26,11 @@ from benchmarks.inprocess import (
     build_engine,
     cancel,
     decoding_jobs,
+    steady,
     vocabulary,
 )
 from helios.runtime.build import Built
+from helios.runtime.engine import Engine
 from helios.runtime.request import Grammar, SamplingParams
 
 TARGET = 1.10
@@ -48,9 +50,10 @@ KINDS: dict[str, SamplingParams] = {
 }
 
 
-def step_seconds(built: Built, params: SamplingParams, rows: int, context: int, steps: int) -> float:
+def step_seconds(
+    built: Built, engine: Engine, params: SamplingParams, rows: int, context: int, steps: int
+) -> float:
     """Mean step (a row that delays every second step must show) of ``rows``, the first with ``params``."""
-    engine = built.engine
     jobs = decoding_jobs(engine, rows, context, steps, vocabulary(built), [params])
     before = len(engine.running)
     began = time.perf_counter()
@@ -78,13 +81,14 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> int:
     options = arguments().parse_args()
     built = build_engine(options)
+    engine = steady(built)
     rows = min(options.rows, built.engine.config.max_batch_size)
     for params in KINDS.values():
-        step_seconds(built, params, rows, options.context, 8)
+        step_seconds(built, engine, params, rows, options.context, 8)
     times: dict[str, list[float]] = {name: [] for name in KINDS}
     for _ in range(options.rounds):  # in turn, so that a drift of the clocks meets all alike
         for name, params in KINDS.items():
-            times[name].append(step_seconds(built, params, rows, options.context, options.steps))
+            times[name].append(step_seconds(built, engine, params, rows, options.context, options.steps))
     found: dict[str, Any] = {}
     for name, values in times.items():
         ratios = [value / plain for value, plain in zip(values, times["plain"], strict=True)]
