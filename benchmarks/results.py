@@ -73,7 +73,7 @@ def command_line() -> list[str]:
 
 
 def envelope(kind: str, label: str, **content: Any) -> dict[str, Any]:
-    """A result with everything needed to read it later. `kind`: run, compare, offline, startup or cpu."""
+    """A result with everything needed to read it later. `kind`: run, compare, offline, step and so on."""
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": kind,

@@ -249,3 +249,31 @@ def test_matrix_products_and_their_ratio(tmp_path: Path, monkeypatch: pytest.Mon
     assert cpu.step_ratio([0.3, 0.2, 0.1], [0.1, 0.1]) == pytest.approx(2)
     with pytest.raises(ValueError, match="at least one"):
         cpu.step_ratio([], [0.1])
+
+
+@pytest.mark.parametrize("together", [(), ("--together",)])
+def test_servers_start_in_turn_or_together(
+    together: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In turn, the second loads while the first is warmed; both ways both are measured and timed."""
+    order: list[str] = []
+    warm, enter = compare.Comparison.warm, RunningServer.__enter__
+
+    def warmed(self: compare.Comparison, server: RunningServer) -> Target:
+        order.append(f"warm {server.spec.name}")
+        return warm(self, server)
+
+    def entered(self: RunningServer) -> RunningServer:
+        order.append(f"start {self.spec.name}")
+        return enter(self)
+
+    monkeypatch.setattr(compare.Comparison, "warm", warmed)
+    monkeypatch.setattr(RunningServer, "__enter__", entered)
+    path = config(tmp_path, dummy("a", free_port()), dummy("b", free_port()))
+    out = tmp_path / "c.json"
+    what = ("--workloads", "batch1:count=1,output=2", "--rounds", 1, *together)
+    assert call(monkeypatch, compare, path, *what, "--logs", tmp_path, "--out", out) == 0
+    assert order == ["start a", "start b", "warm a", "warm b"]
+    data = json.loads(out.read_text())
+    assert set(data["ready_seconds"]) == {"a", "b"}
+    assert all(entry["ticks"] is None for entry in data["rounds"])
