@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,27 @@ import torch
 from helios.config import PAGE_SIZE
 from helios.runtime.page_pool import DUMMY_PAGE
 from helios.runtime.policy import RowPlan
+
+
+class HostRow(NamedTuple):
+    """A row as plain numbers, for the CPU's attention, which would else read them from tensors per layer."""
+
+    start: int  # first of its tokens in the batch
+    stop: int
+    length: int  # keys visible to the row's last token
+    runs: list[tuple[int, int]]  # where these lie, in order: first slot and number of each run of neighbours
+
+    @staticmethod
+    def of(table: list[int], length: int, start: int, stop: int) -> HostRow:
+        """From the sequence's page table, which may be longer than the keys need."""
+        runs: list[tuple[int, int]] = []
+        for at in range(0, length, PAGE_SIZE):
+            slot, count = table[at // PAGE_SIZE] * PAGE_SIZE, min(PAGE_SIZE, length - at)
+            if runs and sum(runs[-1]) == slot:
+                runs[-1] = (runs[-1][0], runs[-1][1] + count)
+            else:
+                runs.append((slot, count))
+        return HostRow(start, stop, length, runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +56,7 @@ class AttentionPlan:
     prefill_cu_q: torch.Tensor  # [prefill rows + 1] offsets among the prefill tokens
     max_prefill_q: int
     max_kv: int
+    host_rows: list[HostRow] | None = None  # on a CPU
 
     @property
     def num_prefill(self) -> int:
@@ -69,22 +92,23 @@ class BatchPacker:
         """Pack ``rows`` (decode rows first) and ask for the logits of the last token of each row in
         ``samplers`` (indices into ``rows``). One host-to-device copy. A token that is still on the device
         is taken from ``last_tokens`` at its sequence's batch row."""
-        num_tokens = sum(row.count for row in rows)
         num_rows = len(rows)
         num_decode = 0
         while num_decode < num_rows and rows[num_decode].count == 1:
             num_decode += 1
+        num_tokens = sum(row.count for row in rows)
         pages = max((row.end + PAGE_SIZE - 1) // PAGE_SIZE for row in rows)
-        cut = np.cumsum(
-            [num_tokens] * 3 + [len(samplers), num_rows, num_rows - num_decode + 1, num_rows * pages]
-        )
-        total = int(cut[-1])
+        wide = [num_tokens, num_tokens, num_tokens, len(samplers)]  # what becomes int64
+        narrow = [num_rows, num_rows - num_decode + 1, num_rows * pages]
         self._hosts.reverse()
-        host = self._hosts[0][:total]
-        ids, positions, slots, logit_rows, lengths, cu_q, tables = np.split(host.numpy(), cut[:-1])
+        host = self._hosts[0][: sum(wide) + sum(narrow)]
+        ids, positions, slots, logit_rows, lengths, cu_q, tables = (
+            part.numpy() for part in host.split_with_sizes(wide + narrow)
+        )
         tables = tables.reshape(num_rows, pages)
         at = prefill = 0
         ends: list[int] = []
+        host_rows: list[HostRow] | None = [] if self._device.type == "cpu" else None
         any_pending = False
         cu_q[0] = 0
         for index, row in enumerate(rows):
@@ -103,26 +127,33 @@ class BatchPacker:
                 slots[at] = table[start // PAGE_SIZE] * PAGE_SIZE + start % PAGE_SIZE
             else:
                 ids[at:stop] = sequence.token_ids[start:end]
-                where = np.arange(start, end, dtype=np.int32)
-                positions[at:stop] = where
-                slots[at:stop] = tables[index][where // PAGE_SIZE] * PAGE_SIZE + where % PAGE_SIZE
+                places = np.arange(start, end, dtype=np.int32)
+                positions[at:stop] = places
+                slots[at:stop] = tables[index][places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE
             if start < sequence.num_sealed_blocks * PAGE_SIZE:
                 # Only the last token of a fully cached prompt: its page is shared and already holds it.
                 slots[at:stop] = DUMMY_PAGE * PAGE_SIZE
             if index >= num_decode:
                 prefill += 1
                 cu_q[prefill] = cu_q[prefill - 1] + row.count
+            if host_rows is not None:
+                host_rows.append(HostRow.of(table, end, at, stop))
             ends.append(stop - 1)
             at = stop
         for index, sampler in enumerate(samplers):
             logit_rows[index] = ends[sampler]
         device = host.to(self._device, non_blocking=True)
-        parts = torch.tensor_split(device, cut[:-1].tolist())
-        max_q = max((row.count for row in rows[num_decode:]), default=0)
-        plan = AttentionPlan(
-            num_decode, parts[6].view(num_rows, pages), parts[4], parts[5], max_q, pages * PAGE_SIZE
-        )
-        input_ids = parts[0].long()
+        input_ids, where, slot_ids, wanted = device[: sum(wide)].long().split_with_sizes(wide)
+        kv_lengths, prefill_cu_q, page_table = device[sum(wide) :].split_with_sizes(narrow)
         if any_pending:
             input_ids = torch.where(input_ids < 0, last_tokens[(-1 - input_ids).clamp_(min=0)], input_ids)
-        return ForwardBatch(input_ids, parts[1].long(), parts[2].long(), parts[3].long(), plan)
+        plan = AttentionPlan(
+            num_decode,
+            page_table.view(num_rows, pages),
+            kv_lengths,
+            prefill_cu_q,
+            max((row.count for row in rows[num_decode:]), default=0),
+            pages * PAGE_SIZE,
+            host_rows,
+        )
+        return ForwardBatch(input_ids, where, slot_ids, wanted, plan)

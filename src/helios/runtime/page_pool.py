@@ -62,7 +62,7 @@ class PagePool:
 
     def release(self, pages: Iterable[int]) -> None:
         """Drop one reference from each page; a page that nobody holds becomes free."""
-        for page in pages:
+        for page in reversed(list(pages)):  # the first one ends on top: they are handed out in order again
             left = self._references[page] - 1
             if left < 0:
                 raise ValueError(f"page {page} has no reference to release")

@@ -66,12 +66,17 @@ class SamplingTensors:
         """``positions`` are the places, counted from the prompt's first token, that the sampled tokens will
         take (``len(token_ids)`` of a sequence whose tokens are all computed)."""
         params = [sequence.job.params for sequence in sequences]
+        all_greedy = all(p.temperature < MIN_TEMPERATURE for p in params)
+        if all_greedy and device.type == "cpu":  # nothing but the largest logit is asked for
+            return SamplingTensors(
+                torch.zeros((7, len(params)), dtype=torch.int32), all_greedy, any_filter=False
+            )
         host = torch.from_numpy(SamplingTensors.pack(sequences, positions))
         if device.type == "cuda":
             host = host.pin_memory().to(device, non_blocking=True)
         return SamplingTensors(
             host,
-            all_greedy=all(p.temperature < MIN_TEMPERATURE for p in params),
+            all_greedy,
             any_filter=any(has_filter(p) for p in params),
         )
 
@@ -147,15 +152,16 @@ def sample(logits: Tensor, params: SamplingTensors, vocabulary_size: int | None 
     ``vocabulary_size`` is the tokenizer's: ids beyond it are padding of the model's embedding and are
     never chosen. A greedy row takes the first of equal maxima.
     """
-    logits = logits[:, :vocabulary_size]
+    if vocabulary_size is not None and vocabulary_size < logits.shape[1]:
+        logits = logits[:, :vocabulary_size]
     best, token_ids = logits.max(dim=-1)  # [rows]; NaN wins over every number
-    finite = best.isfinite()
+    finite = best.abs() < math.inf  # false for NaN, too; isfinite takes twice the operators
     if not params.all_greedy:
         # The plain form has no data-dependent control flow, which a CUDA graph could not hold.
         draw = _draw_with_candidates if logits.device.type == "cpu" else _draw
         random_ids = draw(logits, best.float(), params)
         token_ids = torch.where(params.inverse_temperature == 0, token_ids, random_ids)
-    return SampledTokens(token_ids.masked_fill(~finite, 0), finite)
+    return SampledTokens(token_ids * finite, finite)
 
 
 def _draw(logits: Tensor, best: Tensor, params: SamplingTensors) -> Tensor:

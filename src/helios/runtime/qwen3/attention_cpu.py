@@ -1,4 +1,7 @@
-"""Attention over paged keys and values on the CPU, in plain torch: the form that every other one is held to."""
+"""Attention over paged keys and values on the CPU, in plain torch: the form that every other one is held to.
+
+Rows go one after the other through torch's own attention, which reads exactly the valid keys of each.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from helios.config import PAGE_SIZE
+from helios.runtime.batch import HostRow
 
 # Prefill scores are computed in tiles of this many queries: bounds the score matrix.
 CPU_QUERY_TILE = 512
@@ -22,44 +25,64 @@ def paged_attention_cpu(
     prefill_cu_q: torch.Tensor,
     num_decode: int,
 ) -> torch.Tensor:
-    """Row by row with torch's own attention; reads exactly the valid keys of each row."""
-    heads, head_dim = q.shape[1], q.shape[2]
-    kv_heads = k_pages.shape[2]
-    group = heads // kv_heads
-    out = torch.empty_like(q)
-    lengths = cast(list[int], kv_lengths.tolist())
-    offsets = cast(list[int], prefill_cu_q.tolist())
+    """:func:`attend_rows` for rows that are described by tensors, as in :class:`AttentionPlan`."""
+    offsets = [*range(num_decode), *(num_decode + at for at in cast(list[int], prefill_cu_q.tolist()))]
     tables = cast(list[list[int]], page_table.tolist())
-    for row, (table, length) in enumerate(zip(tables, lengths, strict=True)):
-        k = _gather_keys(k_pages, table, length).transpose(0, 1)  # [kv_heads, length, head_dim]
-        v = _gather_keys(v_pages, table, length).transpose(0, 1)
-        if row < num_decode:
-            # The group's query heads share a KV head: one small matrix product for each KV head.
-            query = q[row].view(kv_heads, group, head_dim)
-            scores = torch.bmm(query, k.transpose(1, 2)).mul_(head_dim**-0.5)  # [kv_heads, group, length]
-            out[row] = torch.bmm(scores.softmax(-1), v).view(heads, head_dim)
-            continue
-        first, last = (num_decode + offsets[row - num_decode + step] for step in (0, 1))
-        for tile in range(first, last, CPU_QUERY_TILE):
-            stop = min(tile + CPU_QUERY_TILE, last)
-            keys = length - (last - stop)  # visible to the tile's last query
+    lengths = cast(list[int], kv_lengths.tolist())
+    rows = [
+        HostRow.of(table, length, offsets[row], offsets[row + 1])
+        for row, (table, length) in enumerate(zip(tables, lengths, strict=True))
+    ]
+    k, v = slots_by_head(k_pages), slots_by_head(v_pages)
+    return attend_rows(q, k, v, rows, num_decode)
+
+
+def slots_by_head(pages: torch.Tensor) -> torch.Tensor:
+    """Pages ``[pages, PAGE_SIZE, kv_heads, head_dim]`` as ``[1, kv_heads, slots, head_dim]``: no copy."""
+    return pages.flatten(0, 1).transpose(0, 1).unsqueeze(0)
+
+
+def attend_rows(
+    q: torch.Tensor, k_slots: torch.Tensor, v_slots: torch.Tensor, rows: list[HostRow], num_decode: int
+) -> torch.Tensor:
+    """Causal attention of ``q [T, heads, head_dim]``; the first ``num_decode`` rows have one query each.
+
+    Keys and values are the pool's, ``[1, kv_heads, slots, head_dim]``.
+    """
+    heads, head_dim = q.shape[1:]
+    kv_heads = k_slots.shape[1]
+    parts: list[torch.Tensor] = []
+    if num_decode:
+        # One query sees all keys. Without a mask the query heads of a group are as good as several queries of
+        # their one KV head, whose keys are then read once.
+        grouped = q.view(-1, kv_heads, heads // kv_heads, head_dim)
+        for index, row in enumerate(rows[:num_decode]):
+            query = grouped.narrow(0, index, 1)
+            parts.append(
+                F.scaled_dot_product_attention(query, _keys_of(row, k_slots), _keys_of(row, v_slots))
+            )
+        parts = [(parts[0] if num_decode == 1 else torch.cat(parts)).reshape(num_decode, heads, head_dim)]
+    for row in rows[num_decode:]:
+        k, v = _keys_of(row, k_slots), _keys_of(row, v_slots)
+        for tile in range(row.start, row.stop, CPU_QUERY_TILE):
+            stop = min(tile + CPU_QUERY_TILE, row.stop)
+            keys = row.length - (row.stop - stop)  # visible to the tile's last query
             where = torch.arange(keys - (stop - tile), keys)
             mask = torch.arange(keys) <= where[:, None]  # [tile, keys]
             result = F.scaled_dot_product_attention(
                 q[tile:stop].transpose(0, 1)[None],
-                k[None, :, :keys],
-                v[None, :, :keys],
+                k[:, :, :keys],
+                v[:, :, :keys],
                 attn_mask=mask,
-                enable_gqa=group > 1,
+                enable_gqa=heads > kv_heads,
             )
-            out[tile:stop] = result[0].transpose(0, 1)
-    return out
+            parts.append(result[0].transpose(0, 1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _gather_keys(pages: torch.Tensor, table: list[int], length: int) -> torch.Tensor:
-    """The first ``length`` keys (or values) of a row: ``[length, kv_heads, head_dim]``."""
-    count = (length + PAGE_SIZE - 1) // PAGE_SIZE
-    first = table[0]
-    if table[:count] == list(range(first, first + count)):
-        return pages[first : first + count].flatten(0, 1)[:length]  # neighbours in the pool: no copy
-    return pages[table[:count]].flatten(0, 1)[:length]
+def _keys_of(row: HostRow, slots: torch.Tensor) -> torch.Tensor:
+    """The keys (or values) of a row: ``[1, kv_heads, row.length, head_dim]``."""
+    if len(row.runs) == 1:
+        return slots.narrow(2, *row.runs[0])  # neighbours in the pool: no copy
+    by_slot = slots.transpose(1, 2)  # as they lie in memory
+    return torch.cat([by_slot.narrow(1, *run) for run in row.runs], dim=1).transpose(1, 2)

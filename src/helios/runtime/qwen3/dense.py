@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from helios.runtime.qwen3.layers import DecoderLayer, rms_norm
+from helios.runtime.qwen3.layers import DecoderLayer, Rotation, rms_norm
 from helios.runtime.qwen3.model import Qwen3
 
 
@@ -19,11 +19,11 @@ def dense_logits(model: Qwen3, token_ids: list[int]) -> torch.Tensor:
     ids = torch.tensor(token_ids, device=model.embed_tokens.device)
     x = F.embedding(ids, model.embed_tokens)
     count = len(token_ids)
-    cos_sin = model.rope[:count]
+    rotation = Rotation.of(model.rope[:count])
     future = torch.ones(count, count, dtype=torch.bool, device=x.device).triu(1)
     for layer in model.layers:
         assert isinstance(layer, DecoderLayer)
-        q, k, v = layer.attention.project(rms_norm(x, layer.input_norm, layer.eps), cos_sin)
+        q, k, v = layer.attention.project(rms_norm(x, layer.input_norm, layer.eps), rotation)
         groups = config.num_heads // config.num_kv_heads
         k, v = k.repeat_interleave(groups, dim=1).float(), v.repeat_interleave(groups, dim=1).float()
         scores = torch.einsum("qhd,khd->hqk", q.float(), k) * config.head_dim**-0.5

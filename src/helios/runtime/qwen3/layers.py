@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -10,14 +11,20 @@ from torch import nn
 
 from helios.runtime.batch import ForwardBatch
 from helios.runtime.qwen3.attention import attend
+from helios.runtime.qwen3.attention_cpu import attend_rows
 from helios.runtime.qwen3.config import ModelConfig, RopeConfig
+from helios.runtime.qwen3.kv_cache import LayerPages
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm over the last axis, computed in float32 and returned in x's dtype."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * weight.float()).to(x.dtype)
+    """Root-mean-square norm over the last axis, computed in float32 and returned in x's dtype.
+
+    ``weight`` has the last axis, or the last two: then each head has a row of its own.
+    """
+    if weight.ndim == 1:
+        return torch.rms_norm(x, weight.shape, weight, eps)
+    normed = torch.rms_norm(x.float(), weight.shape[-1:], None, eps)
+    return normed.mul_(weight).to(x.dtype)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
@@ -54,14 +61,29 @@ def rope_table(config: ModelConfig, max_position: int, device: torch.device) -> 
     return table.float().to(device)
 
 
-def apply_rope(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Rotate ``x [T, heads, head_dim]`` by ``cos_sin [T, 2, head_dim / 2]`` (halves, as Hugging Face).
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The tokens' rotary angles at full width, each ``[T, 1, head_dim]`` float32: made once for all layers.
 
-    Computed in float32, returned in x's dtype.
+    A dimension and the one half a head away are a pair ``(a, b)`` that becomes ``(a cos - b sin, b cos + a
+    sin)``. With the sign in the sine, both halves are ``own * cos + partner * sin``.
     """
-    cos, sin = cos_sin[:, None, 0], cos_sin[:, None, 1]  # [T, 1, head_dim / 2]
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    @staticmethod
+    def of(cos_sin: torch.Tensor) -> Rotation:
+        """From rows of the rotary table, ``[T, 2, head_dim / 2]``."""
+        cos, sin = cos_sin.unsqueeze(2).unbind(1)
+        return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+
+
+def apply_rope(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Rotate ``x [T, heads, head_dim]``; computed in float32, returned in x's dtype."""
+    wide = x.float()
+    partner = wide.roll(x.shape[-1] // 2, -1)
+    return torch.addcmul(wide * rotation.cos, partner, rotation.sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -77,32 +99,32 @@ class Attention(nn.Module):
             # One row per head, queries then keys, so that one call norms both.
             self.qk_norm = nn.Parameter(torch.empty(config.num_heads + config.num_kv_heads, config.head_dim))
 
-    def project(
-        self, x: torch.Tensor, cos_sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, x: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries ``[T, heads, head_dim]`` and keys (normed, rotated) and values ``[T, kv_heads, head_dim]``."""
         config = self.config
-        qkv = self.qkv_proj(x).view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         num_qk = config.num_heads + config.num_kv_heads
-        qk, v = qkv[:, :num_qk], qkv[:, num_qk:]
+        linear = self.qkv_proj
+        qkv = F.linear(x, linear.weight, linear.bias).view(-1, num_qk + config.num_kv_heads, config.head_dim)
+        qk, v = qkv.split_with_sizes((num_qk, config.num_kv_heads), dim=1)
         if config.qk_norm:
             qk = rms_norm(qk, self.qk_norm, config.rms_norm_eps)
-        qk = apply_rope(qk, cos_sin)
-        return qk[:, : config.num_heads], qk[:, config.num_heads :], v
+        q, k = apply_rope(qk, rotation).split_with_sizes((config.num_heads, config.num_kv_heads), dim=1)
+        return q, k, v
 
     def forward(
-        self,
-        x: torch.Tensor,
-        cos_sin: torch.Tensor,
-        batch: ForwardBatch,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
+        self, x: torch.Tensor, rotation: Rotation, batch: ForwardBatch, pages: LayerPages
     ) -> torch.Tensor:
         """Write the tokens' keys and values into their slots, then attend. ``[T, hidden]`` in and out."""
-        q, k, v = self.project(x, cos_sin)
-        k_pages.flatten(0, 1).index_copy_(0, batch.slots, k)
-        v_pages.flatten(0, 1).index_copy_(0, batch.slots, v)
-        return self.o_proj(attend(q, k_pages, v_pages, batch.attention).flatten(1))
+        q, k, v = self.project(x, rotation)
+        pages.k_slots.index_copy_(0, batch.slots, k)
+        pages.v_slots.index_copy_(0, batch.slots, v)
+        plan = batch.attention
+        # The rows are no part of a compiled graph: their numbers change with every batch.
+        if torch.compiler.is_compiling() or plan.host_rows is None:
+            mixed = attend(q, pages.k, pages.v, plan)
+        else:
+            mixed = attend_rows(q, pages.k_heads, pages.v_heads, plan.host_rows, plan.num_decode)
+        return F.linear(mixed.flatten(1), self.o_proj.weight)
 
 
 class MLP(nn.Module):
@@ -114,8 +136,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        gate, up = F.linear(x, self.gate_up_proj.weight).chunk(2, dim=-1)
+        return F.linear(F.silu(gate).mul_(up), self.down_proj.weight)
 
 
 class DecoderLayer(nn.Module):
@@ -130,14 +152,11 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        cos_sin: torch.Tensor,
-        batch: ForwardBatch,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
+        self, x: torch.Tensor, rotation: Rotation, batch: ForwardBatch, pages: LayerPages
     ) -> torch.Tensor:
-        """``x [T, hidden]`` is the residual stream; returns it after this block."""
-        normed = rms_norm(x, self.input_norm, self.eps)
-        x = x + self.attention(normed, cos_sin, batch, k_pages, v_pages)
-        return x + self.mlp(rms_norm(x, self.post_attention_norm, self.eps))
+        """``x [T, hidden]`` is the residual stream; returns it after this block (and overwrites it)."""
+        # The forwards are called by name: modules as functions look for hooks first, which on a CPU takes
+        # as long as a small operator.
+        x += self.attention.forward(rms_norm(x, self.input_norm, self.eps), rotation, batch, pages)
+        x += self.mlp.forward(rms_norm(x, self.post_attention_norm, self.eps))
+        return x

@@ -9,7 +9,7 @@ from torch import nn
 from helios.runtime.batch import ForwardBatch
 from helios.runtime.qwen3.config import ModelConfig
 from helios.runtime.qwen3.kv_cache import KVCache
-from helios.runtime.qwen3.layers import DecoderLayer, rms_norm, rope_table
+from helios.runtime.qwen3.layers import DecoderLayer, Rotation, rms_norm, rope_table
 
 
 class Qwen3(nn.Module):
@@ -37,9 +37,9 @@ class Qwen3(nn.Module):
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Run all tokens of ``batch``. Returns the residual stream ``[T, hidden]`` before the last norm."""
         x = F.embedding(batch.input_ids, self.embed_tokens)
-        cos_sin = self.rope[batch.positions]  # [T, 2, head_dim / 2]
-        for index, layer in enumerate(self.layers):
-            x = layer(x, cos_sin, batch, *cache.layer(index))
+        rotation = Rotation.of(self.rope[batch.positions])
+        for layer, pages in zip(self.layers, cache.layers, strict=True):
+            x = layer.forward(x, rotation, batch, pages)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
