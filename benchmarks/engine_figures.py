@@ -13,7 +13,7 @@ from benchmarks.device_trace import CLASSES
 from benchmarks.figures import draw, figure_file
 
 _COLOURS = {name: f"C{index}" for index, name in enumerate(CLASSES)} | {"gaps": "0.8"}
-_SPAN_LANES = ("admit", "plan", "launch", "commit")
+_SPAN_LANES = ("admit", "plan", "launch", "commit", "wait")
 
 
 def _bars(axis: Any, profiles: Sequence[dict[str, Any]]) -> None:

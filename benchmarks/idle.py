@@ -57,27 +57,36 @@ def items_of(name: str, built: Built, options: argparse.Namespace) -> tuple[list
     return poisson_items(options.rate, max(1.0, 6 * scale), 1, below, min(7680, room // 2)), None
 
 
-def watched(engine: Engine, trace: Trace) -> Callable[[], None]:
+def watched(built: Built, engine: Engine, trace: Trace) -> Callable[[], None]:
     """Note the host's spans in ``trace``; the returned function puts everything back."""
     plan = policy.plan
     policy.plan = span(trace, "plan", plan)
     for method, name in _SPANS.items():
         setattr(engine, method, span(trace, name, getattr(engine, method)))
+    runner: Any = built.runner
+    collect = runner.collect
+    runner.collect = span(trace, "wait", collect)  # inside a commit: for the device
 
     def restore() -> None:
         policy.plan = plan
+        runner.collect = collect
 
     return restore
 
 
-def idle_share(trace: Trace, steps: list[tuple[int, int]]) -> dict[str, float]:
+Step = tuple[int, int, bool]  # began, ended (nanoseconds), whether there was work left
+
+
+def idle_share(trace: Trace, steps: list[Step]) -> dict[str, float]:
     """Idle time while the engine had work. Waiting for the next arrival is no idleness: it is left out."""
     stretches: list[list[int]] = []
-    for began, ended in steps:  # steps that follow one another within 1 ms are one stretch of work
-        if stretches and began - stretches[-1][1] < 1_000_000:
+    going_on = False
+    for began, ended, more in steps:
+        if going_on:  # whatever lies between two such steps, there was something to do
             stretches[-1][1] = ended
         else:
             stretches.append([began, ended])
+        going_on = more
     kernels, position = trace.kernels, 0
     gaps = wall = 0
     for began, ended in stretches:
@@ -88,7 +97,7 @@ def idle_share(trace: Trace, steps: list[tuple[int, int]]) -> dict[str, float]:
     return {"working_seconds": wall / 1e9, "recorded_seconds": trace.wall / 1e9, "idle": gaps / max(wall, 1)}
 
 
-def timeline(trace: Trace, steps: list[tuple[int, int]]) -> dict[str, Any]:
+def timeline(trace: Trace, steps: list[Step]) -> dict[str, Any]:
     """The kernels and host spans of a few ticks from the middle of the run; microseconds."""
     middle = len(steps) // 2
     shown = steps[middle : middle + _WINDOW_TICKS]
@@ -119,14 +128,14 @@ def play_recorded(built: Built, items: list[Item], concurrency: int | None) -> d
     """Play a workload while the device is recorded."""
     engine = variant(built)
     offset = time.time_ns() - time.perf_counter_ns()
-    steps: list[tuple[int, int]] = []
+    steps: list[Step] = []
 
     def after(began: float, ended: float) -> None:
-        steps.append((int(began * 1e9) + offset, int(ended * 1e9) + offset))
+        steps.append((int(began * 1e9) + offset, int(ended * 1e9) + offset, engine.has_work))
 
     played: list[Played] = []
     with recording() as trace:
-        restore = watched(engine, trace)
+        restore = watched(built, engine, trace)
         try:
             played = play(engine, items, concurrency=concurrency, after_step=after)
         finally:
@@ -134,6 +143,7 @@ def play_recorded(built: Built, items: list[Item], concurrency: int | None) -> d
     totals: dict[str, float] = {}
     for name, began, ended in trace.spans:
         totals[name] = totals.get(name, 0.0) + (ended - began) / 1e3
+    totals["commit"] = totals.get("commit", 0.0) - totals.get("wait", 0.0)
     return {
         **idle_share(trace, steps),
         "ticks": len(steps),

@@ -85,7 +85,10 @@ def step_section(result: dict[str, Any], figures: Path | None) -> list[str]:
 
 def idle_section(result: dict[str, Any], figures: Path | None) -> list[str]:
     """Idle shares over whole runs, host time by phase, the functions that take it."""
-    lines = ["Share of the time at work in which no kernel ran, and the host's time by phase.", ""]
+    lines = [
+        "Share of the time at work in which no kernel ran, and the host's time by phase (wait: for the device).",
+        "",
+    ]
     head = ["workload", "idle", "tokens/s", "recorded", "ticks", *(f"{n}, µs a tick" for n in _PHASES)]
     rows = [
         [
@@ -119,7 +122,7 @@ def idle_section(result: dict[str, Any], figures: Path | None) -> list[str]:
     return lines
 
 
-_PHASES = ("admit", "plan", "launch", "commit")
+_PHASES = ("admit", "plan", "launch", "wait", "commit")
 _STUDIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "budgets": ("Token budgets of a tick under Poisson arrivals", ("rate", "budget")),
     "offline": ("Token budgets and throughput, all requests there at once", ("budget",)),

@@ -62,7 +62,9 @@ def test_waiting_for_arrivals_is_no_idleness():
 
     second = 1_000_000_000
     trace = Trace([Kernel("a", 0, second // 2, "other"), Kernel("b", 10 * second, 11 * second, "other")], [])
-    found = idle_share(trace, [(0, second), (10 * second, 11 * second)])
+    found = idle_share(
+        trace, [(0, second // 2, True), (second // 2 + 9, second, False), (10 * second, 11 * second, False)]
+    )
     assert found["working_seconds"] == 2
     assert found["idle"] == pytest.approx(0.25)
 

@@ -166,7 +166,8 @@ def engine_results() -> list[dict[str, Any]]:
     }
     idle = {"workload": "offline256", "plain": row, "recorded": row, "idle": 0.03, "ticks": 9, "timeline": line,
             "host_microseconds_per_tick": {"plan": 5.0},
-            "python": [{"function": "step", "where": "e.py:1", "calls": 1, "own_seconds": 0.1, "total_seconds": 0.2}]}  # fmt: skip
+            "python": [{"function": "step", "where": "e.py:1", "calls": 1, "own_seconds": 0.1,
+                        "total_seconds": 0.2}]}  # fmt: skip
     attention = {"decode_rows": 8, "context": 640, "prompt": 512, "two_calls_microseconds": 100.0,
                  "one_call_microseconds": 400.0}  # fmt: skip
     contents: dict[str, dict[str, Any]] = {
