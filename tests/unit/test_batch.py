@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,6 +97,16 @@ def check(batch: ForwardBatch, rows: list[RowPlan], samplers: list[int]) -> None
         assert table[:needed] == row.sequence.page_table[:needed]
         # What follows is never read, but it must name a page that exists.
         assert all(page == DUMMY_PAGE or page in row.sequence.page_table for page in table[needed:])
+    # The same rows as plain numbers: the slots of a row's keys, run by run, and its place among the tokens.
+    assert plan.host_rows is not None
+    stop = 0
+    for row, host in zip(rows, plan.host_rows, strict=True):
+        table = row.sequence.page_table
+        lie = [table[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(row.end)]
+        assert [first + step for first, count in host.runs for step in range(count)] == lie
+        assert all(sum(run) != following[0] for run, following in pairwise(host.runs))
+        assert (host.start, host.stop, host.length) == (stop, stop + row.count, row.end)
+        stop = host.stop
     for tensor in (plan.page_table, plan.kv_lengths, plan.prefill_cu_q):
         assert tensor.dtype == torch.int32
     for tensor in (batch.input_ids, batch.positions, batch.slots, batch.logit_rows):

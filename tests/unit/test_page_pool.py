@@ -32,13 +32,15 @@ def test_too_many_pages_are_refused_and_nothing_is_taken() -> None:
     pool.check_integrity([held])
 
 
-def test_pages_come_in_order_and_the_last_returned_comes_first() -> None:
+def test_pages_come_in_order_and_what_was_returned_last_comes_first() -> None:
     """Would catch an order that scatters a fresh sequence over the pool: the CPU attention reads
     neighbouring pages without a copy."""
     pool = PagePool(6)
     assert pool.allocate(4) == [1, 2, 3, 4]
     pool.release([2])
     assert pool.allocate(2) == [2, 5]
+    pool.release([1, 2, 3])
+    assert pool.allocate(3) == [1, 2, 3]
 
 
 def test_shared_page_lives_until_its_last_reader() -> None:
