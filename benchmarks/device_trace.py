@@ -95,16 +95,28 @@ def recording() -> Generator[Trace]:
         found.end = time.time_ns()
     results: Any = profiler.profiler
     events = results.kineto_results.events()
-    wanted = {"kernel", "gpu_memcpy", "gpu_memset"} if on_gpu else {"cpu_op"}
+    wanted = _on_device if on_gpu else _operator
     kernels = [
         Kernel(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
         for event in events
-        if event.activity_type() in wanted
+        if wanted(event)
     ]
     kernels.sort(key=lambda kernel: (kernel.start, -kernel.end))
     found.kernels = kernels if on_gpu else outermost(kernels)
     align(found)
     label(found.kernels)
+
+
+def _on_device(event: Any) -> bool:
+    """Kernels, copies and fills; not the ranges that annotate them, nor waits."""
+    kind = event.activity_type()
+    return event.device_type() == torch.autograd.DeviceType.CUDA and not (
+        "annotation" in kind or "sync" in kind
+    )
+
+
+def _operator(event: Any) -> bool:
+    return event.activity_type() == "cpu_op"
 
 
 def align(trace: Trace) -> None:
