@@ -95,7 +95,7 @@ def recording() -> Generator[Trace]:
         found.end = time.time_ns()
     results: Any = profiler.profiler
     events = results.kineto_results.events()
-    wanted = _on_device if on_gpu else _operator
+    wanted = on_device if on_gpu else _operator
     kernels = [
         Kernel(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
         for event in events
@@ -107,12 +107,11 @@ def recording() -> Generator[Trace]:
     label(found.kernels)
 
 
-def _on_device(event: Any) -> bool:
+def on_device(event: Any) -> bool:
     """Kernels, copies and fills; not the ranges that annotate them, nor waits."""
     kind = event.activity_type()
-    return event.device_type() == torch.autograd.DeviceType.CUDA and not (
-        "annotation" in kind or "sync" in kind
-    )
+    on_gpu = str(event.device_type()).endswith("CUDA")
+    return on_gpu and not ("annotation" in kind or "sync" in kind)
 
 
 def _operator(event: Any) -> bool:

@@ -5,11 +5,12 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.device_trace import Kernel, exclusive, kernel_class, label, outermost, top_kernels
+from benchmarks.device_trace import Kernel, exclusive, kernel_class, label, on_device, outermost, top_kernels
 from benchmarks.floor import Card, ModelShape
 from benchmarks.idle import idle_share
 from benchmarks.inprocess import Item, build_engine, play, poisson_items, summary, variant
@@ -49,6 +50,22 @@ def test_the_head_is_told_from_other_linears():
     ]  # fmt: skip
     assert kernel_class("void flash::flash_fwd_kernel") == "attention"
     assert top_kernels(kernels, 1)[0]["calls"] == 1
+
+
+def test_only_what_ran_on_the_device_is_a_kernel():
+    """A range that annotates a graph's replay lasts as long as all of it: counted, nothing would ever idle."""
+
+    def event(kind: str, device: str) -> Any:
+        return SimpleNamespace(activity_type=lambda: kind, device_type=lambda: f"DeviceType.{device}")
+
+    wanted = [("kernel", "CUDA"), ("gpu_memcpy", "CUDA"), ("gpu_memset", "CUDA")]
+    others = [
+        ("gpu_user_annotation", "CUDA"),
+        ("cuda_sync", "CUDA"),
+        ("cuda_runtime", "CPU"),
+        ("cpu_op", "CPU"),
+    ]
+    assert [on_device(event(*one)) for one in wanted + others] == [True] * 3 + [False] * 4
 
 
 def test_operators_inside_others_are_left_out():
