@@ -251,7 +251,9 @@ class Comparison:
         targets: dict[str, Target] = {}
         together = self.options.together
         for spec in self.config.servers:
-            server = stack.enter_context(RunningServer(spec, logs / f"{spec.name}.log"))
+            server = stack.enter_context(
+                RunningServer(spec, logs / f"{spec.name}.log", attach=spec.name in self.options.attach)
+            )
             if servers and not together:
                 targets[servers[-1].spec.name] = self.warm(servers[-1])
             servers.append(server)
@@ -307,6 +309,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--label", default="unlabelled")
     made.add_argument("--baseline", help="server that ratios are formed to (default: the last in the file)")
     made.add_argument("--only", nargs="+", metavar="NAME", help="leave out the other servers of the file")
+    made.add_argument(
+        "--attach", nargs="+", metavar="NAME", default=[], help="servers whose command has been run already"
+    )
     made.add_argument("--sequential", action="store_true", help="one server on the card at a time")
     made.add_argument(
         "--together", action="store_true", help="start all servers at once, not each when the last is healthy"

@@ -120,17 +120,19 @@ def load_config(path: Path, variables: Mapping[str, str] | None = None) -> Confi
 class RunningServer:
     """A server's process group: `with` starts it and, whatever happens, ends it.
 
-    The server gets a session of its own, so that workers it has started die with it.
+    The server gets a session of its own, so that workers it has started die with it. With `attach` it was
+    started by its command already, and goes on afterwards.
     """
 
-    def __init__(self, spec: ServerSpec, log: Path) -> None:
+    def __init__(self, spec: ServerSpec, log: Path, *, attach: bool = False) -> None:
         self.spec = spec
+        self.attach = attach
         self.log = log
         self.process: subprocess.Popen[bytes] | None = None
         self.started = 0.0
 
     def __enter__(self) -> "RunningServer":
-        if not self.spec.arguments:
+        if self.attach or not self.spec.arguments:
             return self
         healthy, word = run_loop(health_of(self.spec.base_url))
         if healthy or not word.startswith("no answer"):
