@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import results
 from benchmarks.compare import METRICS, complete_rounds, table
 from benchmarks.metrics import lookup
-from benchmarks.report_engine import SECTIONS, image, markdown_table
+from benchmarks.report_engine import SECTIONS, attention_files, attention_section, image, markdown_table
 
 TARGETS = results.ROOT / "targets.toml"
 
@@ -278,7 +278,11 @@ def main() -> int:
     parser.add_argument("--no-figures", action="store_true")
     options = parser.parse_args()
     figures = None if options.no_figures else options.results / "figures"
-    options.out.write_text(report(results.load_all(options.results), figures), encoding="utf-8")
+    page = report(results.load_all(options.results), figures)
+    for number, (name, data) in enumerate(attention_files(options.results)):
+        page += "" if number else "\n## Attention and linears, kernel by kernel\n"
+        page += "\n" + "\n".join(attention_section(name, data)).rstrip() + "\n"
+    options.out.write_text(page, encoding="utf-8")
     print(options.out.name)
     return 0
 

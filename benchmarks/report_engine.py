@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,48 @@ def kernels_section(result: dict[str, Any], figures: Path | None) -> list[str]:
     ]
     head = ["kernel", "rows", "time", "with dependent launch", "floor", "plain torch"]
     return lines + markdown_table(head, rows)
+
+
+_MEASURED = ("label", "us", "tb_s", "tflop_s", "error", "error_vs_torch")
+_USUAL = ("fa2", "flash", "varlen", "torch")  # beginnings of the names of torch's own forms
+
+
+def attention_files(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The files that attention.py has written, by their names."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for path in sorted(folder.glob("attention*.json")):
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(data, dict) and {"gpu", "results"} <= data.keys():
+            found.append((path.stem, data))
+    return found
+
+
+def attention_section(name: str, data: dict[str, Any]) -> list[str]:
+    """Each case: torch's own form, the fastest of all, and how much faster that is."""
+    cases: dict[str, list[dict[str, Any]]] = {}
+    for record in data["results"]:
+        if "us" in record:
+            facts = {key: value for key, value in record.items() if key not in _MEASURED}
+            part = facts.pop("part", "")
+            case = ", ".join(f"{key} {value}" for key, value in facts.items() if value is not None)
+            cases.setdefault(f"{part}: {case}", []).append(record)
+    rows: list[list[str]] = []
+    for case, records in cases.items():
+        usual = [one for one in records if one["label"].lower().startswith(_USUAL)] or records
+        torch_us, best = min(one["us"] for one in usual), min(records, key=lambda one: float(one["us"]))
+        rate = f"{best['tflop_s']:.0f} TFLOP/s" if "tflop_s" in best else f"{best.get('tb_s', 0):.2f} TB/s"
+        rows.append(
+            [
+                case,
+                f"{torch_us:.1f}",
+                f"{best['us']:.1f}",
+                best["label"],
+                f"{torch_us / best['us']:.2f}",
+                rate,
+            ]
+        )
+    head = ["case", "torch's own, µs", "fastest, µs", "which", "ratio", "rate"]
+    return [f"### {name}", "", f"{data['gpu']}, torch {data['torch']}.", "", *markdown_table(head, rows)]
 
 
 # kind of result, heading, section, the script that measures it

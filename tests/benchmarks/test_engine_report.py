@@ -1,6 +1,7 @@
 """Ticks, agreement with other clients, targets, and the report's sections from made-up results."""
 
 import asyncio
+import json
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from benchmarks.agree import differences, from_vllm, vllm_command
 from benchmarks.load import Target
 from benchmarks.report import http_section, report, targets_of
+from benchmarks.report_engine import attention_files, attention_section
 from benchmarks.ticks import COLUMNS, fetch_ticks, trimmed
 from dummy_server import Behaviour, DummyServer
 
@@ -202,6 +204,19 @@ def test_every_section_is_written_and_what_is_missing_is_named(tmp_path: Path):
     assert last.startswith("Not measured: ")
     assert "agree.py" in last
     assert "idle.py" not in last
+
+
+def test_attention_is_read_from_its_own_files(tmp_path: Path):
+    """Its records have no envelope; a case that failed has no time."""
+    records = [{"part": "prefill", "new": 512, "label": "fa2", "us": 20.0, "tflop_s": 100.0},
+               {"part": "prefill", "new": 512, "label": "triton a", "us": 10.0, "tflop_s": 200.0},
+               {"part": "chain", "case": "4B", "label": "x", "error": "no"}]  # fmt: skip
+    file = tmp_path / "attention-4b.json"
+    file.write_text(json.dumps({"gpu": "H200", "torch": "2.13", "results": records}))
+    (tmp_path / "attention-other.json").write_text("[]")
+    ((name, data),) = attention_files(tmp_path)
+    lines = attention_section(name, data)
+    assert lines[-2] == "| prefill: new 512 | 20.0 | 10.0 | triton a | 2.00 | 200 TFLOP/s |"
 
 
 def test_every_figure_is_drawn_and_small(tmp_path: Path):
