@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from helios.config import PAGE_SIZE
-from helios.kernels.decode_attention import paged_decode
+from helios.kernels.decode_attention import DecodeWorkspace, default_config, num_columns, paged_decode
 from helios.kernels.measure import time_in_graph
 from helios.runtime.batch import AttentionPlan
 from helios.runtime.build import Built
@@ -57,10 +57,20 @@ def _case(built: Built, rows: int, context: int, prompt: int) -> dict[str, Any]:
     found["two_calls_microseconds"] = 1e6 * _seconds(lambda: attend(q, k, v, split), device)
     found["one_call_microseconds"] = 1e6 * _seconds(lambda: attend(q, k, v, one), device)
     if device.type == "cuda":
+        decode = default_config(device, config.head_dim)
+        properties: Any = torch.cuda.get_device_properties(device)
+        columns = num_columns(
+            rows, pages * PAGE_SIZE, config.num_kv_heads, properties.multi_processor_count, decode
+        )
+        group = config.num_heads // config.num_kv_heads
+        workspace = DecodeWorkspace(device, rows, columns, config.num_kv_heads, group, config.head_dim)
 
         def served() -> None:
-            paged_decode(q[:rows], k, v, table[:rows], split.kv_lengths[:rows], pages * PAGE_SIZE)
-            prefill_attention(
+            decoded = paged_decode(
+                q[:rows], k, v, table[:rows], split.kv_lengths[:rows], pages * PAGE_SIZE, config=decode,
+                workspace=workspace,
+            )  # fmt: skip
+            prompts = prefill_attention(
                 q[rows:],
                 k,
                 v,
@@ -70,6 +80,7 @@ def _case(built: Built, rows: int, context: int, prompt: int) -> dict[str, Any]:
                 prompt,
                 split.max_kv,
             )
+            torch.cat((decoded, prompts))
 
         found["own_kernel_microseconds"] = 1e6 * _seconds(served, device)
     return found
