@@ -2,7 +2,7 @@
 
 Part ``prefill`` of benchmarks/attention.py. A rate counts the multiplications of the causal half only. Every
 result is checked against FlashAttention-2 before it is timed. Configurations that win here belong into
-``DEFAULT_CONFIGS`` of helios/kernels/prefill_attention.py and ``MORE_CONFIGS`` of
+``DEFAULT_CONFIGS`` of helios/kernels/prefill_attention.py; see also
 helios/runtime/prefill_backend.py.
 
 "fa2, no page table" reads keys and values that lie together, as those of a first chunk could. Nothing serves
@@ -23,7 +23,6 @@ from helios.kernels.measure import relative_error
 from helios.kernels.prefill_attention import PrefillConfig, default_config
 from helios.runtime.prefill_backend import (
     FA2,
-    MORE_CONFIGS,
     TOLERANCE,
     Candidate,
     Problem,
@@ -98,7 +97,7 @@ def show_choice() -> None:
 
 def compile_all(heads: int, quick: bool) -> list[Candidate]:
     """The candidates that run and agree with FlashAttention-2; the others are named with the reason."""
-    served = [default_config(512), default_config(1 << 20), *MORE_CONFIGS]
+    served = [default_config(512), default_config(1 << 20)]
     configs = dict.fromkeys([*served, *(() if quick else SWEEP)])
     found = [triton_candidate(config) for config in configs]
     if fa3_installed():

@@ -205,7 +205,9 @@ class Settings(BaseSettings):
     metrics_alias: Literal["none", "vllm"] = _flag(
         "none", "'vllm' also exposes the metrics under vLLM's names, for routers that read those."
     )
-    tick_log: int = _flag(0, "Number of last ticks kept for GET /internal/ticks; 0: none.", ge=0, le=1_000_000)
+    tick_log: int = _flag(
+        0, "Number of last ticks kept for GET /internal/ticks; 0: none.", ge=0, le=1_000_000
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _flag("info", "Least severe log lines shown.")
 
     @field_validator("served_model_name", "cors_origins", "api_keys", mode="before")

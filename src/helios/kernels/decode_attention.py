@@ -55,21 +55,22 @@ class DecodeConfig:
 
 
 def default_config(device: torch.device, head_dim: int) -> DecodeConfig:
-    """The configuration for a card, by its shared memory: 3 programs on an H200, 2 on an A100."""
+    """The configuration for a card, by its shared memory: two programs for each multiprocessor where they fit.
+    A third one gains nothing on an H200: 199 us with two and 203 with three for 256 rows of 800 tokens."""
     if device.type != "cuda":
         return DecodeConfig()
     memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     pair = 2 * 64 * head_dim * 2
     stages = 3 if memory >= 2 * (2 * pair + 8192) else 2
     fits = memory // ((stages - 1) * pair + 8192)
-    return DecodeConfig(num_stages=stages, programs_per_sm=min(max(fits, 1), 3))
+    return DecodeConfig(num_stages=stages, programs_per_sm=min(max(fits, 1), 2))
 
 
 def num_columns(rows: int, max_kv: int, kv_heads: int, multiprocessors: int, config: DecodeConfig) -> int:
     """Columns the line of tiles is cut into: as many as run at once, or as there can be tiles.
 
     More columns than run at once would only add partial results; the columns are equal in work, so there
-    is no tail to fill. 132 multiprocessors, 8 kv heads and 3 programs each give 49 columns of 8 programs.
+    is no tail to fill. 132 multiprocessors, 8 kv heads and 2 programs each give 33 columns of 8 programs.
     """
     at_once = max(multiprocessors * config.programs_per_sm // kv_heads, 1)
     return min(at_once, rows * max(-(-max_kv // config.tile), 1))

@@ -59,8 +59,8 @@ class PrefillConfig:
 
 # (most new tokens, configuration): the first line that reaches the number of tokens in a call.
 DEFAULT_CONFIGS: tuple[tuple[int, PrefillConfig], ...] = (
-    (512, PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3, one_loop=True)),
-    (1 << 30, PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
+    (1024, PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3, one_loop=True)),
+    (1 << 30, PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2, tma=True, registers=128)),
 )
 
 

@@ -61,9 +61,7 @@ LIST_SIZE = 4096  # candidates a list holds; with more in question, the last pro
 
 def draw_config(rows: int) -> tuple[int, int, int]:
     """Tokens of a program and of a step of it, and its warps, for the draw of ``rows`` rows without filters."""
-    if rows <= 8:
-        return 2048, 2048, 4
-    return (4096, 2048, 4) if rows <= 32 else (8192, 2048, 4)
+    return (4096, 4096, 8) if rows <= 4 else (4096, 2048, 4)
 
 
 def sample_reference(

@@ -46,11 +46,7 @@ CLASSES: tuple[tuple[int, int, int], ...] = (
     (1024, 1024, 7000),
     (1 << 30, 2048, 0),
 )
-# Configurations tried beside the default of each class. Few: each is compiled once on a new machine.
-MORE_CONFIGS: tuple[PrefillConfig, ...] = (
-    PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2, tma=True, registers=128),
-)
-BUDGET_S = 1.5
+BUDGET_S = 1.5  # of timing; compiling comes once on a new machine
 MARGIN = 0.03  # what a candidate must win by: fa2 is the tried one
 TOLERANCE = 1e-2  # relative error against fa2, of results rounded to bfloat16
 INSTALL_FA3 = "install it with: uv sync --extra fa3"
@@ -181,8 +177,7 @@ def candidates(choice: Choice, device: torch.device, most: int) -> list[Candidat
         found.append(fa3_candidate())
     # Older cards are what FlashAttention-2 was written for: left out of auto, they start sooner.
     if (choice == "triton" or (choice == "auto" and capability >= (9, 0))) and kernels_available(device):
-        configs = dict.fromkeys((default_config(most), *(MORE_CONFIGS if most > 256 else ())))
-        found += [triton_candidate(config) for config in configs]
+        found.append(triton_candidate(default_config(most)))
     return found
 
 
@@ -198,14 +193,13 @@ def choose_prefill(
 ) -> PrefillBackend:
     """Check and time the candidates that ``choice`` allows and keep the fastest of each length class.
 
-    Nothing more is timed after ``budget_s``: ``auto`` is then fa2, a forced name its first candidate that is
-    right. Without a budget ``auto`` does not even compile. Raises StartupError if a forced candidate cannot
-    run here, or is wrong.
+    Nothing more is timed ``budget_s`` after all were compiled: ``auto`` is then fa2, a forced name its first
+    candidate that is right. Without a budget ``auto`` does not even compile. Raises StartupError if a forced
+    candidate cannot run here, or is wrong.
     """
     require(choice)
     if choice == "fa2" or (choice == "auto" and budget_s <= 0):
         return PrefillBackend([FA2] * len(CLASSES))
-    deadline = time.monotonic() + budget_s
     # A second, short row in each, so that rows mixed up would show.
     problems = [
         Problem(device, dtype, heads, kv_heads, head_dim, [(cached + new - 37, new - 37), (37, 37)])
@@ -213,7 +207,9 @@ def choose_prefill(
     ]
     of_class = [candidates(choice, device, most) for most, _, _ in CLASSES]
     backend = PrefillBackend([])
-    for problem, verdicts in zip(problems, _verdicts(problems, of_class), strict=True):
+    judged = _verdicts(problems, of_class)
+    deadline = time.monotonic() + budget_s
+    for problem, verdicts in zip(problems, judged, strict=True):
         right = [candidate for candidate, why in verdicts if not why]
         reasons = "; ".join(f"{candidate.name}: {why}" for candidate, why in verdicts if why)
         if choice != "auto" and not right:
