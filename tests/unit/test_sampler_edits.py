@@ -14,7 +14,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from helios.runtime.logit_edits import LogitEdits, mask_values
+from helios.runtime.logit_edits import LogitEdits, mask_table, mask_values
 from helios.runtime.request import Grammar, Job, SamplingParams, Sequence
 
 CPU = torch.device("cpu")
@@ -193,7 +193,7 @@ def test_grammar_masks_reach_their_rows_and_win_over_min_tokens() -> None:
 
 def test_masks_are_read_lowest_bit_first() -> None:
     words = torch.tensor([[1 << 31 | 2, 5]], dtype=torch.int64).to(torch.int32)
-    values = mask_values(words, 40)[0]
+    values = mask_values(words, 40, mask_table(words.device))[0]
     assert values.isfinite().nonzero()[:, 0].tolist() == [1, 31, 32, 34]
     assert values[[0, 2, 39]].isneginf().all()
 

@@ -71,9 +71,8 @@ class CostModel:
         norm = np.maximum(np.linalg.norm(inputs, axis=0), 1e-12)
         scaled = inputs / norm
         target = samples[:, 2] * scale
-        solved: NDArray[np.float64] = (
-            np.linalg.solve(scaled.T @ scaled + 1e-4 * np.eye(3), scaled.T @ target) / norm
-        )
+        gram = scaled.T @ scaled + 1e-4 * np.eye(3)
+        solved = cast("NDArray[np.float64]", np.linalg.solve(gram, scaled.T @ target)) / norm
         fixed, token, pair = cast(list[float], np.maximum(solved, 0.0).tolist())
         self._weights = (fixed, token, pair)
 

@@ -118,6 +118,8 @@ class Frontend:
 
     async def encode_prompts(self, prompts: Sequence[str | list[int]], param: str = "prompt") -> list[Prompt]:
         """Tokenize raw prompts; token ids are checked and taken as they are."""
+        if not any(isinstance(prompt, str) for prompt in prompts):
+            return self.builder.prompts(prompts, param)  # a check of ids takes less than a change of threads
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, self.builder.prompts, prompts, param)
 

@@ -204,13 +204,12 @@ class GraphRunner(ModelRunner):
     def _sample_special(self, pending: GraphPending) -> None:
         """Rows that need host data or edits: chosen again from the same logits, by the plain sampler."""
         special = [pending.sequences[index] for index in pending.special]
-        places = torch.tensor([pending.places[index] for index in pending.special], device=self.device)
+        places = self._index("places", [pending.places[index] for index in pending.special])
         positions = [pending.positions[index] for index in pending.special]
         sampled, pending.logprobs = self._sample(self._logits[places], special, positions)
         self._out[0, places] = sampled.token_ids.int()
         self._out[1, places] = sampled.finite.int()
-        row_ids = torch.tensor([sequence.row for sequence in special], device=self.device)
-        self._last_tokens[row_ids] = sampled.token_ids
+        self._last_tokens[self._index("rows", [sequence.row for sequence in special])] = sampled.token_ids
 
     def collect(self, pending: object) -> StepResult:
         assert isinstance(pending, GraphPending)

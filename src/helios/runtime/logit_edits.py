@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from helios.runtime.request import Sequence
+from helios.runtime.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +68,13 @@ class _PenaltyState:
         device = self.output_counts.device
         self.output_counts[row] = 0
         self.in_prompt[row] = False
-        tokens = torch.tensor(sequence.token_ids, device=device)
+        tokens = to_device(torch.tensor(sequence.token_ids), device)
         self.in_prompt[row, tokens[: sequence.num_prompt_tokens]] = True
         self.append(
             torch.full_like(tokens, row)[sequence.num_prompt_tokens :], tokens[sequence.num_prompt_tokens :]
         )
         strength = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        self.strength[:, row] = torch.tensor(strength, device=device)
+        self.strength[:, row] = to_device(torch.tensor(strength), device)
 
     def append(self, rows: Tensor, token_ids: Tensor) -> None:
         flat = rows * self.output_counts.shape[1] + token_ids
@@ -106,6 +107,7 @@ class LogitEdits:
         self._rows: dict[int, _Row] = {}
         self._penalties: _PenaltyState | None = None
         self._until_end_allowed: Tensor | None = None  # [rows] int64: tokens to go before min_tokens
+        self._mask_table: Tensor | None = None  # see mask_table
         self._masks: list[Tensor] = []  # two [rows, words] int32 on the host, used in turn
         self._plan: tuple[tuple[int, ...], EditPlan | None] | None = None
 
@@ -172,7 +174,7 @@ class LogitEdits:
         bans = [(index, row, token_id) for index, row, edit in edits for token_id in edit.banned]
         penalties = [(index, row) for index, row, edit in edits if edit.penalised]
         masked = tuple(index for index, _, edit in edits if edit.constrained)
-        values = torch.tensor([value for _, _, value in bias], device=self._device)
+        values = to_device(torch.tensor([value for _, _, value in bias]), self._device)
         where = self._columns([(index, token_id) for index, token_id, _ in bias])
         ban_columns, penalty_columns = self._columns(bans), self._columns(penalties)
         return EditPlan(
@@ -180,12 +182,13 @@ class LogitEdits:
             penalties=(penalty_columns[0], penalty_columns[1]) if penalties else None,
             bans=(ban_columns[0], ban_columns[1], ban_columns[2]) if bans else None,
             masked=masked,
-            masked_index=torch.tensor(masked, device=self._device) if masked else None,
+            masked_index=to_device(torch.tensor(masked), self._device) if masked else None,
         )
 
     def _columns(self, entries: Rows[tuple[int, ...]]) -> tuple[Tensor, ...]:
         """Tuples as one int64 tensor per place, in one copy."""
-        return torch.tensor(list(zip(*entries, strict=True)), dtype=torch.long).to(self._device).unbind()
+        columns = torch.tensor(list(zip(*entries, strict=True)), dtype=torch.long)
+        return to_device(columns, self._device).unbind()
 
     def mask_rows(self, plan: EditPlan | None) -> Iterator[tuple[int, NDArray[np.int32]]]:
         """The batch index of each constrained row and the words its grammar must fill before ``apply``
@@ -225,15 +228,21 @@ class LogitEdits:
             edited.index_put_((index, token_ids), values, accumulate=True)
         if plan.masked_index is not None:
             words = self._masks[0][: len(plan.masked)].to(self._device, non_blocking=True)
-            edited.index_add_(0, plan.masked_index, mask_values(words, logits.shape[1]))
+            if self._mask_table is None:
+                self._mask_table = mask_table(self._device)
+            edited.index_add_(0, plan.masked_index, mask_values(words, logits.shape[1], self._mask_table))
         return edited
 
 
-def mask_values(words: Tensor, vocabulary_size: int) -> Tensor:
+def mask_table(device: torch.device) -> Tensor:
+    """For each value of a byte what its bits add to eight logits: 0 where set, else minus infinity. [256, 8]"""
+    byte, bit = torch.arange(256, device=device)[:, None], torch.arange(8, device=device)
+    return torch.zeros(256, 8, device=device).masked_fill_((byte >> bit) & 1 == 0, -math.inf)
+
+
+def mask_values(words: Tensor, vocabulary_size: int, table: Tensor) -> Tensor:
     """What to add to the logits: 0 for each set bit of ``words`` [n, words] int32, lowest bit first, and
-    minus infinity for the others. Float32, [n, vocabulary_size]."""
-    # A look-up by byte: seven times as fast on the CPU as shifting the bits out.
-    byte, bit = torch.arange(256, device=words.device)[:, None], torch.arange(8, device=words.device)
-    table = torch.zeros(256, 8, device=words.device).masked_fill_((byte >> bit) & 1 == 0, -math.inf)
-    # Words and bytes are both little-endian on every supported machine.
+    minus infinity for the others, by ``table``, a :func:`mask_table`. Float32, [n, vocabulary_size]."""
+    # A look-up by byte: seven times as fast on the CPU as shifting the bits out. Words and bytes are both
+    # little-endian on every supported machine.
     return functional.embedding(words.view(torch.uint8).int(), table).flatten(1)[:, :vocabulary_size]

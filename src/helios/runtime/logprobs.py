@@ -31,8 +31,21 @@ class LogprobTensors:
     top_ids: Tensor  # [rows, k] int64, most likely first
     top_logprobs: Tensor  # [rows, k] float32
 
+    def to_host(self) -> LogprobTensors:
+        """Start to copy everything to the host; wait for an event recorded after this before reading it."""
+        if self.token_ids.device.type != "cuda":
+            return self
+
+        def copy(tensor: Tensor) -> Tensor:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            return host.copy_(tensor, non_blocking=True)
+
+        return LogprobTensors(
+            copy(self.token_ids), copy(self.logprobs), copy(self.top_ids), copy(self.top_logprobs)
+        )
+
     def to_lists(self, num_top: Sequence[int]) -> list[TokenLogprob]:
-        """Host form, with ``num_top[row]`` alternatives each. Waits for the device."""
+        """Host form, with ``num_top[row]`` alternatives each. Waits for the device if the tensors are there."""
         token_ids = cast("list[int]", self.token_ids.tolist())
         logprobs = cast("list[float]", self.logprobs.tolist())
         top_ids = cast("list[list[int]]", self.top_ids.tolist())

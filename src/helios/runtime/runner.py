@@ -19,6 +19,7 @@ from helios.runtime.qwen3.kv_cache import KVCache
 from helios.runtime.qwen3.model import Qwen3
 from helios.runtime.request import Sequence, TokenLogprob
 from helios.runtime.sampler import SampledTokens, SamplingTensors, sample
+from helios.runtime.transfer import to_device
 
 PromptLogprobs = dict[Sequence, tuple[int, list[LogprobTensors]]]
 
@@ -53,6 +54,7 @@ class ModelRunner:
         self._last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=self.device)
         # A tick may exceed the budget by one token for each decoding row.
         self._packer = BatchPacker(self.device, max_tokens + max_rows + 1, max_rows, self.max_pages)
+        self._indices: dict[str, tuple[tuple[int, ...], torch.Tensor]] = {}
 
     def admit(self, sequence: Sequence) -> None:
         if not sequence.sample_seed:  # else it was put back: its noise stays its own
@@ -87,8 +89,7 @@ class ModelRunner:
             return
         sequences = pending.sequences
         sampled, pending.logprobs = self._sample(pending.logits, sequences, pending.positions)
-        row_ids = torch.tensor([sequence.row for sequence in sequences], device=self.device)
-        self._last_tokens[row_ids] = sampled.token_ids
+        self._last_tokens[self._index("rows", [sequence.row for sequence in sequences])] = sampled.token_ids
         pending.hand_over(torch.stack((sampled.token_ids, sampled.finite.long())))
 
     def is_done(self, pending: object) -> bool:
@@ -118,7 +119,7 @@ class ModelRunner:
             if sequence.forced:
                 sampled.token_ids[index] = sequence.forced[-1]
         if plan is not None:
-            where = torch.tensor([sequence.row for sequence in sequences], device=self.device)
+            where = self._index("rows", [sequence.row for sequence in sequences])
             self._edits.append(where, sampled.token_ids)
         asking = [
             index for index, sequence in enumerate(sequences) if sequence.job.params.logprobs is not None
@@ -126,8 +127,19 @@ class ModelRunner:
         if not asking:
             return sampled, None
         most = max(sequences[index].job.params.logprobs or 0 for index in asking)
-        ids = sampled.token_ids[asking]
-        return sampled, token_logprobs(logits[asking], ids, most, self._vocabulary_size)
+        ids = sampled.token_ids
+        if len(asking) < len(sequences):
+            where = self._index("asking", asking)
+            logits, ids = logits[where], ids[where]
+        return sampled, token_logprobs(logits, ids, most, self._vocabulary_size).to_host()
+
+    def _index(self, name: str, values: list[int]) -> torch.Tensor:
+        """``values`` as int64 on the device, kept under ``name`` while they stay the same."""
+        key = tuple(values)
+        kept = self._indices.get(name)
+        if kept is None or kept[0] != key:
+            kept = self._indices[name] = (key, to_device(torch.tensor(values), self.device))
+        return kept[1]
 
     def _choose(self, logits: torch.Tensor, params: SamplingTensors) -> SampledTokens:
         return sample(logits, params, self._vocabulary_size)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from helios.runtime.philox import gumbel, random_words, random_words_at
 from helios.runtime.request import SamplingParams, Sequence
+from helios.runtime.transfer import to_device
 
 # Below this a temperature means greedy, as in vLLM.
 MIN_TEMPERATURE = 1e-5
@@ -71,11 +72,9 @@ class SamplingTensors:
             return SamplingTensors(
                 torch.zeros((7, len(params)), dtype=torch.int32), all_greedy, any_filter=False
             )
-        host = torch.from_numpy(SamplingTensors.pack(sequences, positions))
-        if device.type == "cuda":
-            host = host.pin_memory().to(device, non_blocking=True)
+        packed = torch.from_numpy(SamplingTensors.pack(sequences, positions))
         return SamplingTensors(
-            host,
+            to_device(packed, device),
             all_greedy,
             any_filter=any(has_filter(p) for p in params),
         )

@@ -92,6 +92,7 @@ def plan_memory(
     if count < 2 or count * page > kv:
         raise StartupError(
             f"{_gib(max(kv, 0))} are left for KV pages of {_gib(page)} each"
+            + (f" beside {_gib(used_by_others)} that others hold" if used_by_others > 2**30 else "")
             + (f", not enough for HELIOS_NUM_PAGES={settings.num_pages}" if settings.num_pages else "")
             + f": raise HELIOS_MAX_GPU_UTILIZATION ({settings.max_gpu_utilization}), or lower "
             f"HELIOS_MAX_BATCH_SIZE ({limits.max_batch_size}) or HELIOS_PREFILL_CHUNK_SIZE "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, cast
 
 from pydantic import Field
 
@@ -49,6 +49,6 @@ class CompletionRequest(SamplingFields, StructuredFields):
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
-        if isinstance(prompt[0], int):
-            return [[token for token in prompt if isinstance(token, int)]]
-        return [entry for entry in prompt if not isinstance(entry, int)]
+        if isinstance(prompt[0], int):  # then all are, as validated
+            return [cast("list[int]", prompt)]
+        return cast("list[str | list[int]]", prompt)
