@@ -171,10 +171,10 @@ class Engine:
         return bool(self.running or self.waiting or self._in_flight or loading)
 
     def seconds_until_due(self) -> float:
-        """How long the next :meth:`step` may wait: until shortly before the tick on the device ends.
+        """How long the next :meth:`step` may wait: until shortly before the prompts on the device end.
 
-        Launched earlier it would only be behind that tick all the same, and without the jobs that arrive
-        meanwhile."""
+        Launched earlier it would only be behind them all the same, and without the jobs that arrive
+        meanwhile. Decoding alone is too short to wait for."""
         tick = self._in_flight
         if tick is None or not tick.expected_end or self._runner.is_done(tick.pending):
             return 0.0
@@ -254,7 +254,7 @@ class Engine:
         begins = launched if last is None else max(launched, last.expected_end)
         return _Tick(
             rows, samplers, started[0], not host_first, decode_rows, prompt_tokens, million_pairs, launched,
-            begins + seconds if seconds else 0.0,
+            begins + seconds if seconds and prompt_tokens else 0.0,
         )  # fmt: skip
 
     @staticmethod
