@@ -22,7 +22,7 @@ from helios.kernels.linear import (
     small_linear,
     split,
 )
-from helios.kernels.linear_table import LinearTable, Measurement, candidates
+from helios.kernels.linear_table import ROW_BUCKETS, LinearTable, Measurement, candidates
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(not available(DEVICE), reason="kernels were imported without the interpreter")
@@ -66,6 +66,19 @@ def test_split_adds_its_parts_up(rows: int, splits: int) -> None:
     check(small_linear(x, weight, variant=split(32, 64, splits, 4, 3)), linear_reference(x, weight))
 
 
+@pytest.mark.parametrize(("rows", "pad"), [(17, 32), (50, 64), (65, 128), (128, 128), (3, 64)])
+def test_split_with_more_rows(rows: int, pad: int) -> None:
+    """Rows beyond 16 are padded to the variant's own number, in the parts' memory too."""
+    x, weight = tensors(rows, 70, 256, torch.float16)
+    for splits in (1, 2):
+        variant = split(32, 64, splits, 4, 3, pad)
+        residual = torch.ones((rows, 70), device=DEVICE, dtype=torch.float16)
+        check(
+            small_linear(x, weight, variant=variant, residual=residual),
+            linear_reference(x, weight, residual=residual),
+        )
+
+
 @pytest.mark.parametrize(
     "variant", [gemv(4, 1), split(32, 64, 2, 4, 3), split(16, 64, 1, 4, 3), TORCH], ids=str
 )
@@ -105,7 +118,7 @@ def test_what_a_variant_cannot_do_goes_to_torch() -> None:
 
 
 def test_table_answers_by_shape_and_row_bucket() -> None:
-    """Three rows take what was measured at four; an unknown shape and 17 rows take torch."""
+    """Three rows take what was measured at four; an unknown shape and more rows take torch."""
     table = LinearTable(DEVICE)
     found = Measurement("o", 40, 256, 4, {TORCH: 2e-6, gemv(4, 1): 1e-6}, gemv(4, 1))
     table.measurements[40, 256, 4] = found
@@ -122,6 +135,6 @@ def test_table_answers_by_shape_and_row_bucket() -> None:
 
 def test_candidates_fit_their_rows() -> None:
     """Every bucket has something to try on a weight of any Qwen3 model."""
-    for rows in (1, 2, 4, 8, 16):
+    for rows in ROW_BUCKETS:
         assert candidates(rows)
         assert all(variant.fits(rows, 4096, 2048) for variant in candidates(rows))

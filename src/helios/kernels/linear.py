@@ -1,12 +1,13 @@
-"""``x [R, K] @ weight [N, K].T`` for 1 to 16 rows: two Triton kernels.
+"""``x [R, K] @ weight [N, K].T`` for 1 to 128 rows: two Triton kernels.
 
 At so few rows a linear only streams its weight; what decides is how many bytes are in flight and how soon.
 cuBLAS is near the card's copy speed for large weights and at half of it for small ones.
 
 * ``gemv`` (1 to 4 rows): a program reads whole weight rows with 16-byte loads straight into registers, the
   next tile while the last is multiplied, and sums in float32. No cooperation between programs.
-* ``split`` (1 to 16 rows): tensor cores, rows padded to 16, weight tiles through shared memory, the K axis
-  cut into ``splits``; the program that arrives last adds the parts up in a fixed order, so results repeat.
+* ``split`` (1 to 128 rows): tensor cores, rows padded to 16, 32, 64 or 128, weight tiles through shared
+  memory, the K axis cut into ``splits``; the program that arrives last adds the parts up in a fixed order, so
+  results repeat.
 
 Under :func:`helios.kernels.common.use_pdl` (SM90) a kernel starts while the one before it drains. The weights
 do not depend on that one, so ``gemv`` has its first tile on the way to its registers, and ``split`` on the way
@@ -29,7 +30,6 @@ import torch.nn.functional as F
 
 from helios.kernels.common import cuda, launch_options, tl, triton
 
-MAX_ROWS = 16  # what the tables and the split kernel reach; cuBLAS is near the roof beyond
 MAX_GEMV_ROWS = 4  # more rows make the arithmetic outweigh the loads
 _GEMV_K_PER_WARP = 256  # 32 lanes x 8 elements of 2 bytes: one 16-byte load per lane and weight row
 
@@ -44,20 +44,22 @@ class Variant:
     block_k: int = 0  # split only; a gemv's is 256 for each warp
     num_stages: int = 1  # split only
     splits: int = 1  # split only
+    pad: int = 16  # split only: the most rows
 
     def fits(self, rows: int, n: int, k: int) -> bool:
         """Whether this variant computes a linear of that shape."""
         if self.kind == "gemv":
             return rows <= MAX_GEMV_ROWS and k % 8 == 0
         if self.kind == "split":
-            return rows <= MAX_ROWS and k % self.block_k == 0 and k // self.block_k >= self.splits
+            return rows <= self.pad and k % self.block_k == 0 and k // self.block_k >= self.splits
         return True
 
     def __str__(self) -> str:
         if self.kind == "gemv":
             return f"gemv n{self.block_n} w{self.num_warps}"
         if self.kind == "split":
-            return f"split{self.splits} n{self.block_n} k{self.block_k} w{self.num_warps} s{self.num_stages}"
+            pad = f" m{self.pad}" if self.pad != 16 else ""
+            return f"split{self.splits}{pad} n{self.block_n} k{self.block_k} w{self.num_warps} s{self.num_stages}"
         return self.kind
 
 
@@ -69,9 +71,9 @@ def gemv(block_n: int, num_warps: int) -> Variant:
     return Variant("gemv", block_n, num_warps)
 
 
-def split(block_n: int, block_k: int, splits: int, num_warps: int, num_stages: int) -> Variant:
+def split(block_n: int, block_k: int, splits: int, num_warps: int, num_stages: int, pad: int = 16) -> Variant:
     """A split variant, see :class:`Variant`."""
-    return Variant("split", block_n, num_warps, block_k, num_stages, splits)
+    return Variant("split", block_n, num_warps, block_k, num_stages, splits, pad)
 
 
 class LinearWorkspace:
@@ -89,7 +91,7 @@ class LinearWorkspace:
         if variant.kind != "split" or variant.splits == 1:
             return
         blocks = -(-n // variant.block_n)
-        size = blocks * variant.splits * MAX_ROWS * variant.block_n
+        size = blocks * variant.splits * variant.pad * variant.block_n
         if self.parts.numel() < size:
             self.parts = torch.empty(size, device=self.parts.device, dtype=torch.float32)
         if self.counters.numel() < blocks:
@@ -158,7 +160,7 @@ def small_linear(
         k,
         x.stride(0),
         residual_stride,
-        PAD=MAX_ROWS,
+        PAD=variant.pad,
         BLOCK_N=variant.block_n,
         BLOCK_K=variant.block_k,
         SPLITS=variant.splits,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +23,8 @@ from helios.kernels.linear import (
 )
 from helios.kernels.measure import relative_error, time_in_graph
 
-ROW_BUCKETS = (1, 2, 4, 8, 16)
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
+ENOUGH_BYTES = 200 << 20  # of weights read in turn, so that none is found in the second-level cache
 
 
 def candidates(rows: int) -> list[Variant]:
@@ -30,8 +32,17 @@ def candidates(rows: int) -> list[Variant]:
     found: list[Variant] = []
     if rows <= MAX_GEMV_ROWS:
         found += [gemv(2, 4), gemv(4, 4), gemv(4, 2), gemv(8, 2)]
-    if rows > 1:
+    if 1 < rows <= 16:
         found += [split(32, 256, splits, 4, 3) for splits in (1, 2, 4, 8)]
+    elif rows == 32:
+        found += [split(32, 256, splits, 4, 3, 32) for splits in (1, 2, 4)]
+        found += [split(64, 128, splits, 4, 4, 32) for splits in (1, 4)]
+    elif rows == 64:
+        found += [split(64, 128, splits, 4, 4, 64) for splits in (1, 2, 4)]
+        found += [split(128, 64, 2, 8, 4, 64)]
+    elif rows == 128:
+        found += [split(64, 128, splits, 8, 3, 128) for splits in (1, 2, 4)]
+        found += [split(128, 64, 2, 8, 4, 128)]
     return found
 
 
@@ -99,16 +110,47 @@ class LinearTable:
         """Measure every weight in ``weights`` (name -> the same projection of several layers) at ``rows``.
 
         The layers' weights are used in turn, so that they come from memory and not from the cache, as in a
-        decode step. Stops at ``budget_s``; what was not reached stays with torch.
+        decode step. Stops after ``budget_s`` of measuring; what was not reached stays with torch. Kernels are
+        compiled before, side by side, since on a new machine that takes longer than all measurements.
         """
-        if self.device.type != "cuda" or not available(self.device):
+        if self.device.type != "cuda" or not available(self.device) or budget_s <= 0:
             return
+        first = {name: layers[0] for name, layers in weights.items()}
+        broken = self._compile(
+            [(weight, count, v) for weight in first.values() for count in rows for v in variants(count)]
+        )
         deadline = time.monotonic() + budget_s
         for count in rows:
+            tried = [variant for variant in variants(count) if variant not in broken]
             for name, layers in weights.items():
                 if time.monotonic() > deadline:
                     return
-                self._measure(name, layers, count, variants(count), deadline)
+                enough = -(-ENOUGH_BYTES // layers[0].nbytes)
+                self._measure(name, layers[:enough], count, tried, deadline)
+
+    def _compile(self, jobs: Sequence[tuple[torch.Tensor, int, Variant]]) -> set[Variant]:
+        """Compile what these (weight, rows, variant) need; returns the variants that this card cannot run."""
+        # One shape stands for all: sizes are no part of a kernel. A gemv is another one for each row count.
+        needed: dict[tuple[Variant, int], torch.Tensor] = {}
+        for weight, rows, variant in jobs:
+            n, k = weight.shape
+            if variant.fits(rows, n, k):
+                needed.setdefault((variant, rows if variant.kind == "gemv" else 0), weight)
+                self.workspace.grow(n, variant)
+        triton_error: type[Exception] = importlib.import_module("triton.errors").TritonError
+
+        def run(variant: Variant, rows: int, weight: torch.Tensor) -> Variant | None:
+            with torch.inference_mode(), torch.cuda.device(self.device):
+                x = torch.zeros((rows or 1, weight.shape[1]), device=self.device, dtype=weight.dtype)
+                try:
+                    small_linear(x, weight, variant=variant, workspace=self.workspace)
+                except triton_error:  # more registers or shared memory than this card has
+                    return variant
+            return None
+
+        with ThreadPoolExecutor(8) as pool:
+            runs = [pool.submit(run, variant, rows, weight) for (variant, rows), weight in needed.items()]
+            return {broken for one in runs if (broken := one.result()) is not None}
 
     def _measure(
         self,
@@ -124,16 +166,10 @@ class LinearTable:
         result.seconds[TORCH] = self._time(x, layers, TORCH)
         expected = F.linear(x, layers[0])
         best = result.seconds[TORCH] * (1 - self._margin)
-        triton_error: type[Exception] = importlib.import_module("triton.errors").TritonError
         for variant in variants:
             if not variant.fits(rows, n, k) or time.monotonic() > deadline:
                 continue
-            self.workspace.grow(n, variant)
-            try:
-                seconds = self._time(x, layers, variant)
-            except triton_error:  # more registers or shared memory than this card has
-                continue
-            result.seconds[variant] = seconds
+            seconds = result.seconds[variant] = self._time(x, layers, variant)
             if seconds < best and self._agrees(x, layers[0], variant, expected):
                 best, result.choice = seconds, variant
         self.measurements[n, k, rows] = result

@@ -26,7 +26,7 @@ from helios.config import PAGE_SIZE
 from helios.kernels import sampling
 from helios.kernels.common import use_pdl
 from helios.kernels.decode_attention import DecodeWorkspace, default_config, num_columns, paged_decode
-from helios.kernels.linear_table import LinearTable
+from helios.kernels.linear_table import ROW_BUCKETS, LinearTable
 from helios.kernels.step import begin_step, end_step
 from helios.runtime.interfaces import StepResult
 from helios.runtime.page_pool import DUMMY_PAGE
@@ -39,7 +39,6 @@ from helios.runtime.sampler import SampledTokens, SamplingTensors, has_filter
 
 PREFILL_ROWS = 16  # prompts in one mixed graph
 PREFILL_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # in one mixed graph
-TUNED_ROWS = (1, 2, 4, 8, 16)
 
 
 def decode_ladder(max_rows: int) -> list[int]:
@@ -99,7 +98,7 @@ class GraphRunner(ModelRunner):
             device, self.max_rows, columns, config.num_kv_heads, group, config.head_dim
         )
         self._make_buffers()
-        self._fused.tune(TUNED_ROWS, tune_seconds)
+        self._fused.tune(ROW_BUCKETS, tune_seconds)
         self._prefill = choose_prefill(
             prefill_attention, device, self.cache.data.dtype,
             heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,

@@ -6,7 +6,7 @@ Per layer: norm · qkv · {q/k norm, rotation, KV write} · attention · o (+ re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,7 +122,7 @@ class FusedForward:
         model = self.model
         return model.embed_tokens if model.config.tie_word_embeddings else model.lm_head
 
-    def tune(self, rows: tuple[int, ...], budget_seconds: float) -> None:
+    def tune(self, rows: Sequence[int], budget_seconds: float) -> None:
         """Choose the linears for few rows by measurement."""
         layers = self._layers
         weights: dict[str, list[torch.Tensor]] = {
