@@ -8,6 +8,7 @@ SIGTERM or Ctrl-C starts a drain: new requests get 503, running ones finish with
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -118,6 +119,7 @@ class _Server(uvicorn.Server):
                 state.frontend = assembled.frontend
                 state.stage = "ready"
 
+            _settle()
             loop.call_soon_threadsafe(ready)
             banner.ready(self._url, assembled.frontend.model.name)
 
@@ -147,6 +149,18 @@ def _bind(host: str, port: int) -> socket.socket:
         ) from None
     listener.set_inheritable(True)
     return listener
+
+
+def _settle() -> None:
+    """Everything loaded stays: keep it out of garbage collections, a full one of which takes 0.3 seconds here.
+
+    And let the threads take turns ten times as often: while requests come in, the engine's thread would wait
+    5 ms for each of its steps.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+    sys.setswitchinterval(0.0005)
 
 
 def configure_logging(level: str) -> None:

@@ -18,7 +18,8 @@ def truth(tokens: int, million_pairs: float) -> float:
 
 def trained(sizes: list[int] | None = None) -> CostModel:
     model = CostModel(SIZES if sizes is None else sizes)
-    model.observe(4, 0, 0.0, 3e-3)
+    model.observe(1, 0, 0.0, 2e-3)  # reads the weights, as every prompt does
+    model.observe(4, 0, 0.0, 5e-3)
     for start, count in [(0, size) for size in SIZES] + [(4096, 1024), (4096, 4096), (2048, 512)]:
         model.observe(0, count, pairs(start, count), truth(count, pairs(start, count)))
     return model
@@ -31,7 +32,7 @@ def test_predictions_follow_the_card(start: int, count: int) -> None:
     expected = truth(model.padded(count), pairs(start, count))
     assert model.predict(0, count, pairs(start, count)) == pytest.approx(expected, rel=0.1)
     assert model.predict(4, count, pairs(start, count)) == pytest.approx(expected + 3e-3, rel=0.1)
-    assert model.predict(4, 0, 0.0) == pytest.approx(3e-3)
+    assert model.predict(4, 0, 0.0) == pytest.approx(5e-3)
 
 
 def test_nothing_is_predicted_before_anything_was_seen() -> None:

@@ -43,7 +43,10 @@ class RequestScope:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _CLIENT_ID.fullmatch(given) else f"req_{new_request_id()}"
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        # For the middle of a stream, on which nothing below has anything to say.
+        state["plain_send"] = send
         start = time.perf_counter()
         status = 0
 

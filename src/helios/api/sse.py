@@ -91,7 +91,7 @@ class EventStream(Response):
         self._timer = asyncio.get_running_loop().call_later(self._keepalive, self._on_timer)
         try:
             async with cancel_on_disconnect(receive, self._generation, self._on_end):
-                await self._stream(send)
+                await self._stream(send, scope["state"].get("plain_send", send))
         except RequestCancelledError:
             return
         finally:
@@ -104,7 +104,8 @@ class EventStream(Response):
             silence = 0.0
         self._timer = asyncio.get_running_loop().call_later(self._keepalive - silence, self._on_timer)
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, send: Send, plain_send: Send) -> None:
+        """``plain_send`` leaves out the layers that only look at a response's begin and end."""
         generation, encoder = self._generation, self._encoder
         events = await generation.next_events()
         await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
@@ -113,7 +114,7 @@ class EventStream(Response):
                 chunk = encoder.encode(events) if events else _KEEP_ALIVE
                 if chunk:
                     self._last_write = time.perf_counter()
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    await plain_send({"type": "http.response.body", "body": chunk, "more_body": True})
                 if generation.ended:
                     break
                 events = await generation.next_events()

@@ -1,10 +1,10 @@
 """How long a tick will take: fitted to the ticks that ran, used to cut prompt chunks and to launch in time.
 
-    seconds = what decoding took last + fixed + a * prompt tokens + b * query-key pairs
+    seconds = what decoding takes beyond its least + fixed + a * prompt tokens + b * query-key pairs
 
-The three numbers are a least-squares fit over the last prompt ticks (warm-up supplies the first); prompt
-tokens are counted as the runner computes them, padded to the next of its sizes. Nothing depends on the
-estimate but speed.
+The least time of a decode tick is that of reading the weights, which prompts read anyway. The three numbers
+are a least-squares fit over the last prompt ticks (warm-up supplies the first); prompt tokens are counted as
+the runner computes them, padded to the next of its sizes. Nothing depends on the estimate but speed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class CostModel:
     def __init__(self, sizes: Seq[int] = ()) -> None:
         self._sizes = list(sizes)
         self._samples: deque[tuple[float, float, float]] = deque(maxlen=SAMPLES)
-        self._decode_seconds = 0.0
+        self._decode_seconds = 0.0  # of the last tick without prompts
+        self._least_decode_seconds = float("inf")
         self._weights: tuple[float, float, float] | None = None  # fixed, per token, per million pairs
         self._fresh = 0  # samples since the last fit
 
@@ -53,8 +54,9 @@ class CostModel:
             return
         if not tokens:
             self._decode_seconds = seconds
+            self._least_decode_seconds = min(seconds, self._least_decode_seconds)
             return
-        base = self._decode_seconds if decode_rows else 0.0
+        base = self._beyond_least() if decode_rows else 0.0
         self._samples.append((self.padded(tokens), million_pairs, max(seconds - base, 0.0)))
         self._fresh += 1
         # Fitting takes some 50 microseconds: each time while samples are few, then now and then.
@@ -78,13 +80,16 @@ class CostModel:
 
     def predict(self, decode_rows: int, tokens: int, million_pairs: float) -> float:
         """Seconds of a tick; 0 while nothing is known."""
-        base = self._decode_seconds if decode_rows else 0.0
         if not tokens:
-            return base
+            return self._decode_seconds
         if self._weights is None:
             return 0.0
+        base = self._beyond_least() if decode_rows else 0.0
         fixed, token, pair = self._weights
         return base + fixed + token * self.padded(tokens) + pair * million_pairs
+
+    def _beyond_least(self) -> float:
+        return max(self._decode_seconds - self._least_decode_seconds, 0.0)
 
     def budget(self, target: float, decode_rows: int) -> TickBudget | None:
         """A budget of ``target`` seconds for a tick with ``decode_rows``; None while nothing is known."""

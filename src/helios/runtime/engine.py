@@ -190,7 +190,7 @@ class Engine:
         self.kv.poll_host()
         self._admit(now, events)
         for sequence in self.running:
-            if self.kv.match_further(sequence, now):
+            if sequence.num_computed_tokens % PAGE_SIZE == 0 and self.kv.match_further(sequence, now):
                 self._runner.set_pages(sequence)
         rows = self._give_pages(self._plan(now), now, events)
         last, self._in_flight = self._in_flight, None
@@ -209,16 +209,15 @@ class Engine:
         return events
 
     def _plan(self, now: float) -> list[RowPlan]:
-        runnable = [
-            sequence
-            for sequence in self.running
-            if sequence.wants_tokens and not self.kv.is_loading(sequence)
-        ]
+        runnable = [sequence for sequence in self.running if sequence.wants_tokens]
+        if self.kv.host is not None and self.kv.host.loading:
+            runnable = [sequence for sequence in runnable if not self.kv.is_loading(sequence)]
         time_budget = None
         if self.config.target_itl:
             decoding = sum(sequence.num_uncomputed_tokens == 1 for sequence in runnable)
             if 0 < decoding < len(runnable):
-                time_budget = self.cost.budget(self.config.target_itl, decoding)
+                target = self.config.target_itl * policy.patience(len(runnable) - decoding)
+                time_budget = self.cost.budget(target, decoding)
         return policy.plan(runnable, self._rules, now, time_budget)
 
     def _launch(self, rows: list[RowPlan], last: _Tick | None, events: list[TokenEvent]) -> _Tick | None:
@@ -281,27 +280,7 @@ class Engine:
         result, rows = results[0], tick.rows
         now = self._clock()
         self.cost.observe(tick.decode_rows, tick.prompt_tokens, tick.million_pairs, result.forward_seconds)
-        charged: set[tuple[Job, bool]] = set()
-        prompt_tokens = 0
-        for row in rows:
-            sequence, job = row.sequence, row.sequence.job
-            decoding = row.start >= sequence.num_prompt_tokens
-            prompt_tokens += 0 if decoding or sequence.index else row.count
-            if sequence.is_finished:
-                continue
-            if (job, decoding) not in charged:  # once per job, however many choices it has
-                charged.add((job, decoding))
-                if decoding:
-                    job.timings.decode_compute_seconds += result.forward_seconds
-                else:
-                    job.timings.prefill_compute_seconds += result.forward_seconds
-            entries = result.prompt_logprobs.get(sequence)
-            if entries is not None and len(job.prompt_logprobs or ()) < job.num_prompt_tokens:
-                job.prompt_logprobs = [*(job.prompt_logprobs or [None]), *entries]
-            if row.end // PAGE_SIZE > sequence.num_published_blocks:
-                self.kv.publish(sequence, row.end // PAGE_SIZE, now)
-            if self._unforked and row.end >= sequence.num_prompt_tokens:
-                self._guarded([row], lambda one=sequence: self._fork(one), events)
+        prompt_tokens = self._take_rows(tick, result, now, events)
         sampled = 0
         for position, index in enumerate(tick.samplers):
             sequence = rows[index].sequence
@@ -328,6 +307,34 @@ class Engine:
                     len(self.waiting),
                 )
             )
+
+    def _take_rows(self, tick: _Tick, result: StepResult, now: float, events: list[TokenEvent]) -> int:
+        """Charge the forward to its jobs, publish full blocks, start further choices. Returns the tick's prompt
+        tokens."""
+        charged: set[tuple[Job, bool]] = set()
+        prompt_tokens = 0
+        for row in tick.rows:
+            sequence, job = row.sequence, row.sequence.job
+            decoding = row.start >= sequence.num_prompt_tokens
+            prompt_tokens += 0 if decoding or sequence.index else row.count
+            if sequence.is_finished:
+                continue
+            # Once per job and phase, however many choices it has.
+            if job.params.n == 1 or (job, decoding) not in charged:
+                if job.params.n > 1:
+                    charged.add((job, decoding))
+                if decoding:
+                    job.timings.decode_compute_seconds += result.forward_seconds
+                else:
+                    job.timings.prefill_compute_seconds += result.forward_seconds
+            entries = result.prompt_logprobs.get(sequence)
+            if entries is not None and len(job.prompt_logprobs or ()) < job.num_prompt_tokens:
+                job.prompt_logprobs = [*(job.prompt_logprobs or [None]), *entries]
+            if row.end // PAGE_SIZE > sequence.num_published_blocks:
+                self.kv.publish(sequence, row.end // PAGE_SIZE, now)
+            if self._unforked and row.end >= sequence.num_prompt_tokens:
+                self._guarded([row], lambda one=sequence: self._fork(one), events)
+        return prompt_tokens
 
     def _append(
         self,
@@ -507,7 +514,11 @@ class Engine:
         rows that are left are planned anew."""
         if not self.config.on_demand:
             return rows
-        short = [row for row in rows if not self._grow(row)]
+        short = [
+            row
+            for row in rows
+            if row.start + row.count > len(row.sequence.page_table) * PAGE_SIZE and not self._grow(row)
+        ]
         if not short:
             return rows
         # Tokens on their way belong to sequences that may have to be put back: take them in first.

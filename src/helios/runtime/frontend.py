@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _TOKENIZER_THREADS = 2
 _ALIVE_CHECK_SECONDS = 1.0
+_SHORTEST_HOLD_SECONDS = 0.001  # what an event loop's timer can do
 
 
 class Scheduler(Protocol):
@@ -98,6 +100,9 @@ class Frontend:
         self._grammars = grammars
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="helios-tokenize")
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._held: list[TokenEvent] = []  # not yet handed out
+        self._handing_out = False
+        self._held_lock = threading.Lock()
         self._active: set[Generation] = set()
         self._alive_check: asyncio.TimerHandle | None = None
         scheduler.deliver = self._deliver
@@ -179,20 +184,49 @@ class Frontend:
             self._alive_check = loop.call_later(_ALIVE_CHECK_SECONDS, self._check_alive)
 
     def _deliver(self, events: list[TokenEvent]) -> None:
-        """Called by the worker thread with all events of a tick."""
+        """Called by the worker thread with all events of a tick.
+
+        While the event loop still writes those of the last tick, and as long again, new ones are held and then
+        go out together. A few streams never notice. With hundreds, the loop and the worker fight for the
+        interpreter, and it is the writes that can be fewer: several tokens in each.
+        """
         loop = self._loop
         if loop is None:
             return
+        with self._held_lock:
+            self._held += events
+            if self._handing_out:
+                return
+            self._handing_out = True
         try:
-            loop.call_soon_threadsafe(self._dispatch, events)
+            loop.call_soon_threadsafe(self._dispatch)
         except RuntimeError:
             logger.debug("events dropped: the event loop is closed")
 
-    def _dispatch(self, events: list[TokenEvent]) -> None:
-        for event in events:
-            sink = event.job.sink
-            if sink is not None:
-                sink.put(event)
+    def _dispatch(self) -> None:
+        with self._held_lock:
+            events, self._held = self._held, []
+            if not events:
+                self._handing_out = False
+                return
+        started, busy = time.perf_counter(), time.thread_time()
+        try:
+            for event in events:
+                sink = event.job.sink
+                if sink is not None:
+                    sink.put(event)
+        finally:
+            # After the requests that were woken just now: the loop runs callbacks in order.
+            asyncio.get_running_loop().call_soon(self._dispatch_again, started, busy)
+
+    def _dispatch_again(self, started: float, busy: float) -> None:
+        """Everything that :meth:`_dispatch` has begun is written: go on with what has come, but leave the
+        worker at least as much time as the loop has worked."""
+        wait = started + 2 * (time.thread_time() - busy) - time.perf_counter()
+        if wait < _SHORTEST_HOLD_SECONDS:
+            self._dispatch()
+        else:
+            asyncio.get_running_loop().call_later(wait, self._dispatch)
 
     def _check_alive(self) -> None:
         """A dead worker delivers nothing more, so its waiting requests are ended here."""

@@ -32,7 +32,7 @@ class Rules:
     priority_age: float = 30.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: one is made for each row of each tick
 class RowPlan:
     """``count`` tokens of one sequence, from position ``start``."""
 
@@ -68,8 +68,9 @@ def plan(
     rows: list[RowPlan] = []
     prompts: list[Sequence] = []
     for sequence in sequences:
-        if sequence.num_uncomputed_tokens == 1:
-            rows.append(RowPlan(sequence, sequence.num_computed_tokens, 1))
+        start = sequence.num_computed_tokens
+        if len(sequence.token_ids) + sequence.num_pending_tokens - start == 1:
+            rows.append(RowPlan(sequence, start, 1))
         else:
             prompts.append(sequence)
     if rules.prefill_first and prompts:
@@ -114,6 +115,15 @@ def plan(
     # A chunk of one token is computed as a decode row, wherever it stands in its prompt.
     rows.sort(key=lambda row: row.count != 1)
     return rows
+
+
+def patience(prompts: int) -> float:
+    """How many times the target a tick may take with ``prompts`` in prefill.
+
+    Short ticks cost throughput, since each of them decodes too, and prompts that pile up then wait for it:
+    up to two stay within the target, four and more may take twice as long.
+    """
+    return min(2.0, 1.0 + 0.5 * max(0, prompts - 2))
 
 
 def urgency(job: Job, now: float, rules: Rules) -> tuple[int, int, float]:
