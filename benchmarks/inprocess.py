@@ -151,9 +151,6 @@ class _Player:
                     wait = order[position].arrival - (time.perf_counter() - self.start)
                     time.sleep(min(max(wait, 0.0), 5 * _NAP_SECONDS))
                 continue
-            if (due := self.engine.seconds_until_due()) > 0:  # as the server's worker waits for company
-                time.sleep(min(due, _NAP_SECONDS))
-                continue
             self._step()
         return self.done
 

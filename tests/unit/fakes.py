@@ -102,9 +102,6 @@ class FakeRunner:
         script = self.scripts.get(sequence.job.job_id)
         return next_token(read) if script is None else script[len(read) - sequence.num_prompt_tokens]
 
-    def is_done(self, pending: object) -> bool:
-        return True
-
     def collect(self, pending: object) -> StepResult:
         assert isinstance(pending, FakePending)
         finite = [sequence.job.job_id not in self.poison for sequence in pending.sequences]

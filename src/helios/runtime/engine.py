@@ -40,9 +40,6 @@ from helios.runtime.request import (
 log = logging.getLogger("helios.engine")
 
 
-LAUNCH_SECONDS = 0.003  # a tick is launched this long before the one before it is expected to end
-
-
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Limits and rules of one engine. Times in seconds."""
@@ -79,7 +76,7 @@ class EngineConfig:
 
 @dataclass(slots=True)
 class _Tick:
-    """A tick between its launch and its commit. Times are clock seconds; 0: not predicted."""
+    """A tick between its launch (clock seconds) and its commit."""
 
     rows: list[RowPlan]
     samplers: list[int]
@@ -89,7 +86,6 @@ class _Tick:
     prompt_tokens: int
     million_pairs: float
     launched: float
-    expected_end: float
 
 
 class Engine:
@@ -170,16 +166,6 @@ class Engine:
         loading = self.kv.host is not None and self.kv.host.loading
         return bool(self.running or self.waiting or self._in_flight or loading)
 
-    def seconds_until_due(self) -> float:
-        """How long the next :meth:`step` may wait: until shortly before the prompts on the device end.
-
-        Launched earlier it would only be behind them all the same, and without the jobs that arrive
-        meanwhile. Decoding alone is too short to wait for."""
-        tick = self._in_flight
-        if tick is None or not tick.expected_end or self._runner.is_done(tick.pending):
-            return 0.0
-        return max(0.0, tick.expected_end - LAUNCH_SECONDS - self._clock())
-
     # -- one tick ---------------------------------------------------------------------------------
 
     def step(self) -> list[TokenEvent]:
@@ -194,7 +180,7 @@ class Engine:
                 self._runner.set_pages(sequence)
         rows = self._give_pages(self._plan(now), now, events)
         last, self._in_flight = self._in_flight, None
-        tick = self._launch(rows, last, events) if rows else None
+        tick = self._launch(rows, events) if rows else None
         if last is not None:
             self._commit(last, events)
         if tick is not None:
@@ -216,11 +202,10 @@ class Engine:
         if self.config.target_itl:
             decoding = sum(sequence.num_uncomputed_tokens == 1 for sequence in runnable)
             if 0 < decoding < len(runnable):
-                target = self.config.target_itl * policy.patience(len(runnable) - decoding)
-                time_budget = self.cost.budget(target, decoding)
+                time_budget = self.cost.budget(self.config.target_itl, decoding)
         return policy.plan(runnable, self._rules, now, time_budget)
 
-    def _launch(self, rows: list[RowPlan], last: _Tick | None, events: list[TokenEvent]) -> _Tick | None:
+    def _launch(self, rows: list[RowPlan], events: list[TokenEvent]) -> _Tick | None:
         """Start a tick on the device. The books move on as if it had succeeded."""
         self.num_ticks += 1
         samplers = [
@@ -249,12 +234,9 @@ class Engine:
                 million_pairs += pairs(row.start, row.count)
         for index in samplers:
             rows[index].sequence.num_pending_tokens += 1
-        seconds = self.cost.predict(decode_rows, prompt_tokens, million_pairs)
-        begins = launched if last is None else max(launched, last.expected_end)
         return _Tick(
-            rows, samplers, started[0], not host_first, decode_rows, prompt_tokens, million_pairs, launched,
-            begins + seconds if seconds and prompt_tokens else 0.0,
-        )  # fmt: skip
+            rows, samplers, started[0], not host_first, decode_rows, prompt_tokens, million_pairs, launched
+        )
 
     @staticmethod
     def _in_flight_tokens(rows: list[RowPlan]) -> bool:

@@ -53,10 +53,6 @@ class Runner(Protocol):
         """Start choosing a token for each sampler of a forward."""
         ...
 
-    def is_done(self, pending: object) -> bool:
-        """Whether a forward has ended on the device; does not wait."""
-        ...
-
     def collect(self, pending: object) -> StepResult:
         """Wait for a forward and its tokens."""
         ...

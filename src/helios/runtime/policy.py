@@ -117,15 +117,6 @@ def plan(
     return rows
 
 
-def patience(prompts: int) -> float:
-    """How many times the target a tick may take with ``prompts`` in prefill.
-
-    Short ticks cost throughput, since each of them decodes too, and prompts that pile up then wait for it:
-    up to two stay within the target, four and more may take twice as long.
-    """
-    return min(2.0, 1.0 + 0.5 * max(0, prompts - 2))
-
-
 def urgency(job: Job, now: float, rules: Rules) -> tuple[int, int, float]:
     """Sorts jobs by who goes first: those that have waited too long, then by priority, then by arrival."""
     received = job.timings.received

@@ -92,11 +92,6 @@ class ModelRunner:
         self._last_tokens[self._index("rows", [sequence.row for sequence in sequences])] = sampled.token_ids
         pending.hand_over(torch.stack((sampled.token_ids, sampled.finite.long())))
 
-    def is_done(self, pending: object) -> bool:
-        """Whether a forward has ended on the device."""
-        assert isinstance(pending, Pending)
-        return pending.clock.is_done()
-
     def collect(self, pending: object) -> StepResult:
         """Wait for the tokens."""
         assert isinstance(pending, Pending)
@@ -195,10 +190,6 @@ class ForwardClock:
         if self._events is not None:
             self._events[1].record()
         self._seconds = time.perf_counter() - self._started
-
-    def is_done(self) -> bool:
-        """Whether what was issued before :meth:`stop` has ended."""
-        return self._events is None or self._events[1].query()
 
     def seconds(self) -> float:
         """Seconds between start and stop; on CUDA this waits for the stop event."""

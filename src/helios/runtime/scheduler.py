@@ -22,7 +22,6 @@ log = logging.getLogger("helios.scheduler")
 
 IDLE_TURN_SECONDS = 0.5  # the heartbeat of an idle worker
 CALL_TIMEOUT_SECONDS = 10.0
-DUE_SLICE_SECONDS = 0.001
 
 
 class Scheduler:
@@ -209,9 +208,6 @@ class Scheduler:
 
     def _turn(self) -> None:
         engine = self._engine
-        # What arrives while the device is busy anyway joins the next tick instead of the one after it.
-        while (seconds := engine.seconds_until_due()) > 0 and not self._stopping:
-            time.sleep(min(seconds, DUE_SLICE_SECONDS))
         with self._condition:
             idle = not engine.has_work
             if idle and not self._inbox and not self._calls and not self._stopping:
