@@ -54,15 +54,17 @@ def environment() -> dict[str, Any]:
         dict(zip(("name", "driver", "memory", "power_limit", "max_sm_clock"), line.split(", "), strict=False))
         for line in (_output("nvidia-smi", query, "--format=csv,noheader") or "").splitlines()
     ]
+    told = os.environ.get("BENCHMARK_COMMIT")
     return {
         "cards": cards,
         "processor": _processor(),
         "cores": _cores(),
         "system": f"{platform.system()} {platform.machine()}",
         "versions": _versions(),
-        # A copy of the files without the repository gets told which commit they are.
-        "commit": _output("git", "rev-parse", "--short=12", "HEAD") or os.environ.get("BENCHMARK_COMMIT"),
-        "uncommitted_changes": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
+        # A copy of the files gets told which commit they are, whatever repository lies around it.
+        "commit": told or _output("git", "rev-parse", "--short=12", "HEAD"),
+        "uncommitted_changes": not told
+        and bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
     }
 
 
