@@ -1,4 +1,4 @@
-"""Writes benchmarks/REPORT.md, with its figures, from the result files. Nothing in it is written by hand.
+"""Writes benchmarks/REPORT.md, with its figures, from the result files; what notes.md says goes in as it is.
 
 python benchmarks/report.py
 """
@@ -19,6 +19,7 @@ from benchmarks.metrics import lookup
 from benchmarks.report_engine import SECTIONS, attention_files, attention_section, image, markdown_table
 
 TARGETS = results.ROOT / "targets.toml"
+NOTES = results.ROOT / "notes.md"
 
 
 def hardware(result: dict[str, Any]) -> str:
@@ -232,8 +233,8 @@ def missing(found: list[dict[str, Any]], scripts: Mapping[str, str]) -> list[str
     return [f"Not measured: {', '.join(absent)}.", ""] if absent else []
 
 
-def report(found: list[dict[str, Any]], figures: Path | None) -> str:
-    """The whole page; of single runs, starts and the like the newest of each label."""
+def report(found: list[dict[str, Any]], figures: Path | None, notes: str = "") -> str:
+    """The whole page; of single runs, starts and the like the newest of each label. ``notes`` is Markdown."""
     lines = [
         "# Benchmark report",
         "",
@@ -246,6 +247,8 @@ def report(found: list[dict[str, Any]], figures: Path | None) -> str:
         lines += ["Medians (smallest-largest) over rounds; ratios are formed within each round.", ""]
         for result in comparisons:
             lines += comparison_section(result, figures)
+    if notes:
+        lines += ["## What is lost, and where", "", notes.strip(), ""]
     lines += http_section([r for r in found if r["kind"] == "offline"], comparisons)
     for kind, title, section, _ in SECTIONS:
         newest = {r["label"]: r for r in found if r["kind"] == kind}
@@ -278,7 +281,8 @@ def main() -> int:
     parser.add_argument("--no-figures", action="store_true")
     options = parser.parse_args()
     figures = None if options.no_figures else options.results / "figures"
-    page = report(results.load_all(options.results), figures)
+    notes = NOTES.read_text(encoding="utf-8") if NOTES.exists() else ""
+    page = report(results.load_all(options.results), figures, notes)
     for number, (name, data) in enumerate(attention_files(options.results)):
         page += "" if number else "\n## Attention and linears, kernel by kernel\n"
         page += "\n" + "\n".join(attention_section(name, data)).rstrip() + "\n"
