@@ -5,6 +5,9 @@
 Clients: this repository's (run.py's own code), ``vllm bench serve``, and a plain one on httpx, written here with
 nothing of the first in it. All send random text of about ``--input`` tokens, ask for ``--output`` tokens and keep
 ``--concurrency`` requests in flight; prompts are fresh for every client and round, since a server may cache them.
+
+A busy server does not repeat itself within a few per cent, and on few cores a client takes time from it; what the
+clients themselves do shows against ``stand_in.py``, which answers by the clock.
 """
 
 from __future__ import annotations
