@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 
 import httpx
-from tokenizers import Tokenizer
-
 from benchmarks.stand_in import application
+from tokenizers import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "src" / "helios" / "demo_model"
 
