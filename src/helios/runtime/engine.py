@@ -23,8 +23,8 @@ from helios.config import PAGE_SIZE
 from helios.errors import ContextLengthError, DeadlineError, InternalError, InvalidRequestError, RequestError
 from helios.runtime import policy
 from helios.runtime.cost_model import CostModel, pairs
-from helios.runtime.detokenizer import Detokenizer, Vocabulary
-from helios.runtime.grammar import CompiledGrammar, GrammarMatcher
+from helios.runtime.detokenizer import Vocabulary
+from helios.runtime.grammar import CompiledGrammar
 from helios.runtime.interfaces import Grammars, PageStore, Runner, StepResult, TickRecord
 from helios.runtime.kv_manager import KVManager
 from helios.runtime.policy import RowPlan, Rules
@@ -34,8 +34,8 @@ from helios.runtime.request import (
     Sequence,
     SequenceStatus,
     TokenEvent,
-    TokenLogprob,
 )
+from helios.runtime.token_intake import TokenIntake
 
 log = logging.getLogger("helios.engine")
 
@@ -119,12 +119,9 @@ class Engine:
         self.tick_log: deque[TickRecord] = deque(maxlen=config.tick_log)
         self._rules = config.rules
         self._runner = runner
-        self._vocabulary = vocabulary
+        self._intake = TokenIntake(vocabulary, config.eos_token_ids, config.end_thinking_ids)
         self._grammars = grammars
         self._clock = clock
-        self._think_ids = {
-            vocabulary.marker_ids.get(name, -1): name == "<think>" for name in ("<think>", "</think>")
-        }
         self._free_rows = list(range(config.max_batch_size - 1, -1, -1))
         self._in_flight: _Tick | None = None
         self._jobs: dict[Job, None] = {}  # admitted and not finished, in admission order
@@ -275,7 +272,10 @@ class Engine:
                 self._fail(sequence.job, error, events)
                 continue
             sampled += 1
-            self._append(sequence, result.token_ids[position], result.logprobs[position], now, events)
+            event = self._intake.add(sequence, result.token_ids[position], result.logprobs[position], now)
+            events.append(event)
+            if event.finish_reason is not None:
+                self._finish(sequence, event.finish_reason, now)
         if self.on_tick is not None:
             self.on_tick(prompt_tokens, sampled)
         if self.config.tick_log:
@@ -317,73 +317,6 @@ class Engine:
             if self._unforked and row.end >= sequence.num_prompt_tokens:
                 self._guarded([row], lambda one=sequence: self._fork(one), events)
         return prompt_tokens
-
-    def _append(
-        self,
-        sequence: Sequence,
-        token_id: int,
-        logprob: TokenLogprob | None,
-        now: float,
-        events: list[TokenEvent],
-    ) -> None:
-        """Add one sampled token and end the sequence if the token ends it."""
-        job, params = sequence.job, sequence.job.params
-        sequence.token_ids.append(token_id)
-        if sequence.forced:
-            sequence.forced.pop()
-        if params.thinking_budget is not None:
-            self._watch_thinking(sequence, token_id, params.thinking_budget)
-        timings = job.timings
-        if not timings.first_token:
-            timings.first_token = now
-        timings.last_token = now
-        detokenizer = sequence.detokenizer
-        assert detokenizer is not None
-        reason: FinishReason | None = None
-        text = ""
-        # A finished grammar allows nothing but an end token, so there min_tokens does not count.
-        enough = params.grammar is not None or sequence.num_output_tokens > params.min_tokens
-        stop_token = token_id in params.stop_token_ids
-        if enough and (stop_token or (token_id in self.config.eos_token_ids and not params.ignore_eos)):
-            reason = FinishReason.STOP
-            if stop_token:
-                sequence.stop_match = token_id
-                if params.include_stop_str_in_output:
-                    text, _ = detokenizer.push(token_id)
-        else:
-            text, match = detokenizer.push(token_id)
-            if match is not None:
-                reason, sequence.stop_match = FinishReason.STOP, match
-            elif sequence.grammar is not None and self._completes(sequence.grammar, token_id):
-                reason = FinishReason.STOP
-            elif sequence.num_output_tokens >= job.max_tokens:
-                reason = FinishReason.LENGTH
-        if reason is not None and not isinstance(sequence.stop_match, str):
-            text += detokenizer.flush()
-        logprobs = None if logprob is None else [logprob]
-        event = TokenEvent(
-            job, sequence.index, [token_id], text, detokenizer.take_markers(), logprobs, reason
-        )
-        event.stop_match = sequence.stop_match
-        events.append(event)
-        if reason is not None:
-            self._finish(sequence, reason, now)
-
-    @staticmethod
-    def _completes(grammar: GrammarMatcher, token_id: int) -> bool:
-        """True when nothing but an end token could follow: no forward is spent on that."""
-        grammar.accept(token_id)
-        return grammar.is_finished
-
-    def _watch_thinking(self, sequence: Sequence, token_id: int, budget: int) -> None:
-        """Count tokens of thinking; when the budget is used up, write its end instead of sampling."""
-        opens = self._think_ids.get(token_id)
-        if opens is not None:
-            sequence.thinking_tokens = 0 if opens else -1
-        elif sequence.thinking_tokens >= 0:
-            sequence.thinking_tokens += 1
-        if sequence.thinking_tokens >= budget and not sequence.forced:
-            sequence.forced = list(reversed(self.config.end_thinking_ids))
 
     # -- admission --------------------------------------------------------------------------------
 
@@ -448,32 +381,12 @@ class Engine:
 
     def _seat(self, sequence: Sequence, compiled: CompiledGrammar | None, now: float) -> None:
         """Give a sequence its batch row and what it needs to run."""
-        params = sequence.job.params
         sequence.status = SequenceStatus.RUNNING
         sequence.row = self._free_rows.pop()
         sequence.aged_since = now
-        if sequence.detokenizer is None:  # else it was put back, and goes on where it was
-            sequence.detokenizer = Detokenizer(
-                self._vocabulary,
-                params.stop,
-                include_stop=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
-                min_tokens=params.min_tokens,
-            )
-            if compiled is not None and params.grammar is not None:
-                sequence.grammar = compiled.matcher(params.grammar.starts_after)
-            if params.thinking_budget is not None:
-                self._find_thinking(sequence, params.thinking_budget)
+        self._intake.begin(sequence, compiled)
         self._runner.admit(sequence)
         self._runner.set_pages(sequence)
-
-    def _find_thinking(self, sequence: Sequence, budget: int) -> None:
-        """A prompt may end inside a thinking block: then its budget runs from the first token."""
-        last = next((token for token in reversed(sequence.token_ids) if token in self._think_ids), None)
-        if last is not None and self._think_ids[last]:
-            sequence.thinking_tokens = 0
-            if budget == 0:
-                sequence.forced = list(reversed(self.config.end_thinking_ids))
 
     def _fork(self, first: Sequence) -> None:
         """The prompt is computed: start the job's further choices on its pages.
