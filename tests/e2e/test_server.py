@@ -162,7 +162,7 @@ def test_disconnect_frees_pages_within_a_second(started: Started) -> None:
     with started.client.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()  # kept: dropping the iterator closes the connection
         next(lines)
-        assert scheduler(started.client)["pages_referenced"] == 29
+        assert scheduler(started.client)["pages_referenced"] > 0
     wait_for(lambda: scheduler(started.client)["pages_referenced"] == 0, seconds=1)
 
     finished = scheduler(started.client)["finished"]
