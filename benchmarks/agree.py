@@ -6,8 +6,8 @@ Clients: this repository's (run.py's own code), ``vllm bench serve``, and a plai
 nothing of the first in it. All send random text of about ``--input`` tokens, ask for ``--output`` tokens and keep
 ``--concurrency`` requests in flight; prompts are fresh for every client and round, since a server may cache them.
 
-A busy server does not repeat itself within a few per cent, and on few cores a client takes time from it; what the
-clients themselves do shows against ``stand_in.py``, which answers by the clock.
+Against ``stand_in.py``, which answers by the clock, only what the clients themselves do differs. That does not
+replace the comparison on a real server, where a client on few cores also takes time from what it measures.
 """
 
 from __future__ import annotations
