@@ -152,7 +152,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _settle() -> None:
-    """Everything loaded stays: keep it out of garbage collections, a full one of which takes 0.3 seconds here.
+    """Everything loaded stays: keep it out of garbage collections, which would walk all of it.
 
     And let the threads take turns ten times as often: while requests come in, the engine's thread would wait
     5 ms for each of its steps.
