@@ -17,6 +17,7 @@ from helios.kernels.decode_attention import DecodeWorkspace, default_config, num
 from helios.kernels.measure import time_in_graph
 from helios.runtime.batch import AttentionPlan
 from helios.runtime.build import Built
+from helios.runtime.page_pool import pages_for
 from helios.runtime.qwen3.attention import attend, prefill_attention
 
 _CASES = ((8, 640, 512), (64, 640, 512), (64, 640, 2048), (192, 800, 2048))  # decode rows, context, prompt
@@ -44,7 +45,7 @@ def _seconds(step: Any, device: torch.device) -> float:
 @torch.inference_mode()
 def _case(built: Built, rows: int, context: int, prompt: int) -> dict[str, Any]:
     config, device = built.snapshot.config, built.runner.device
-    pages = -(-max(context, prompt) // PAGE_SIZE)
+    pages = pages_for(max(context, prompt))
     total = (rows + 1) * pages + 1
     shape = (total, PAGE_SIZE, config.num_kv_heads, config.head_dim)
     dtype = built.runner.cache.data.dtype

@@ -20,7 +20,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import results
 from benchmarks.device_trace import Trace, exclusive, recording, span, top_kernels
 from benchmarks.inprocess import (
     Item,
@@ -34,6 +33,7 @@ from benchmarks.inprocess import (
     summary,
     variant,
     vocabulary,
+    write_result,
 )
 from helios.runtime import policy
 from helios.runtime.build import Built
@@ -187,8 +187,6 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     made.add_argument("--rate", type=float, default=16.0, help="arrivals a second of poisson")
     made.add_argument("--scale", type=float, default=1.0, help="share of the requests, for small machines")
-    made.add_argument("--label", default="unlabelled")
-    made.add_argument("--out", type=Path)
     made.add_argument("--figures", type=Path, help="folder for figures of this result")
     return made
 
@@ -207,15 +205,7 @@ def main() -> int:
             f"{one['recorded'].get('output_tokens_per_second', 0):,.0f} recorded",
             flush=True,
         )
-    result = results.envelope(
-        "idle",
-        options.label,
-        model=built.snapshot.name,
-        device=built.device.name,
-        settings=dict(item.split("=", 1) for item in options.set),
-        workloads=found,
-    )
-    results.write(options.out or results.result_path("idle", options.label), result)
+    result = write_result("idle", built, options, workloads=found)
     if options.figures is not None:
         from benchmarks.engine_figures import draw_idle
 

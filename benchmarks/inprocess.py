@@ -12,16 +12,19 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks import results
 from benchmarks.metrics import distribution
 from helios.config import load
 from helios.runtime.build import Built, build
 from helios.runtime.engine import Engine
 from helios.runtime.page_store import HostPageStore
 from helios.runtime.progress import StartupProgress
+from helios.runtime.qwen3.kv_cache import page_bytes
 from helios.runtime.request import FinishReason, Job, SamplingParams
 
 SAMPLING = SamplingParams(temperature=0.6, top_p=1.0, ignore_eos=True)
@@ -62,10 +65,12 @@ class Played:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """--model, --load-format and --set, as all in-process scripts take them."""
+    """--model, --load-format and --set, --label and --out, as all in-process scripts take them."""
     parser.add_argument("--model", required=True, help="model folder, or demo")
     parser.add_argument("--load-format", default="auto", help="dummy: random weights")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="further settings")
+    parser.add_argument("--label", default="unlabelled")
+    parser.add_argument("--out", type=Path)
 
 
 def build_engine(options: argparse.Namespace, **settings: Any) -> Built:
@@ -76,6 +81,16 @@ def build_engine(options: argparse.Namespace, **settings: Any) -> Built:
     return build(load(values), StartupProgress(say=print))
 
 
+def write_result(kind: str, built: Built, options: argparse.Namespace, **content: Any) -> dict[str, Any]:
+    """Write what was measured on ``built``, under the arguments' label; returns the whole result."""
+    result = results.envelope(
+        kind, options.label, model=built.snapshot.name, device=built.device.name,
+        settings=dict(item.split("=", 1) for item in options.set), **content,
+    )  # fmt: skip
+    results.write(options.out or results.result_path(kind, options.label), result)
+    return result
+
+
 def variant(built: Built, host_bytes: int = 0, **changes: Any) -> Engine:
     """Another engine over the same runner, with other limits and ``host_bytes`` for evicted pages.
 
@@ -83,7 +98,7 @@ def variant(built: Built, host_bytes: int = 0, **changes: Any) -> Engine:
     and ``prefill_chunk_size`` may only be smaller.
     """
     cache = built.runner.cache
-    slots = host_bytes // (cache.data[:, :, 0].numel() * cache.data.itemsize)
+    slots = host_bytes // page_bytes(built.snapshot.config, cache.data.itemsize)
     store = HostPageStore(cache, slots) if slots else None
     config = dataclasses.replace(built.engine.config, **changes)
     return Engine(config, built.runner, built.vocabulary, built.grammars, cost=built.engine.cost, store=store)

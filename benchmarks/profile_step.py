@@ -19,7 +19,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import results
 from benchmarks.device_trace import Trace, exclusive, recording, top_kernels
 from benchmarks.floor import Card, ModelShape, add_card_arguments, card_from_arguments, decode_seconds
 from benchmarks.inprocess import (
@@ -29,6 +28,7 @@ from benchmarks.inprocess import (
     decoding_jobs,
     steady,
     vocabulary,
+    write_result,
 )
 from helios.runtime.build import Built
 from helios.runtime.engine import Engine
@@ -132,8 +132,6 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--ladder", default="1,2,4,8,16,32,64,128,256", help="rows timed against the limits")
     made.add_argument("--ladder-context", type=int, default=640)
     made.add_argument("--steps", type=int, default=20)
-    made.add_argument("--label", default="unlabelled")
-    made.add_argument("--out", type=Path)
     made.add_argument("--figures", type=Path, help="folder for figures of this result")
     return made
 
@@ -161,18 +159,10 @@ def main() -> int:
         )
     sizes = [size for size in map(int, options.ladder.split(",")) if size <= most]
     steps = ladder(built, shape, card, sizes, options.ladder_context, 2 * options.steps)
-    result = results.envelope(
-        "step",
-        options.label,
-        model=built.snapshot.name,
-        device=built.device.name,
-        settings=dict(item.split("=", 1) for item in options.set),
-        card=asdict(card) if card else None,
-        startup_seconds=built.startup_seconds,
-        profiles=profiles,
-        ladder=steps,
-    )
-    results.write(options.out or results.result_path("step", options.label), result)
+    result = write_result(
+        "step", built, options, card=asdict(card) if card else None, startup_seconds=built.startup_seconds,
+        profiles=profiles, ladder=steps,
+    )  # fmt: skip
     if options.figures is not None:
         from benchmarks.engine_figures import draw_step
 

@@ -19,7 +19,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import results
 from benchmarks.inprocess import (
     SAMPLING,
     add_engine_arguments,
@@ -28,6 +27,7 @@ from benchmarks.inprocess import (
     decoding_jobs,
     steady,
     vocabulary,
+    write_result,
 )
 from helios.runtime.build import Built
 from helios.runtime.engine import Engine
@@ -73,8 +73,6 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--context", type=int, default=640)
     made.add_argument("--steps", type=int, default=100)
     made.add_argument("--rounds", type=int, default=3)
-    made.add_argument("--label", default="unlabelled")
-    made.add_argument("--out", type=Path)
     return made
 
 
@@ -97,11 +95,9 @@ def main() -> int:
         print(
             f"{name:14} {1e3 * found[name]['step_seconds']:8.3f} ms  x {found[name]['over_plain']:.3f} {verdict}"
         )
-    result = results.envelope(
-        "special-rows", options.label, model=built.snapshot.name, device=built.device.name, rows=rows,
-        context=options.context, target=TARGET, kinds=found,
-    )  # fmt: skip
-    results.write(options.out or results.result_path("special-rows", options.label), result)
+    write_result(
+        "special-rows", built, options, rows=rows, context=options.context, target=TARGET, kinds=found
+    )
     return 0
 
 

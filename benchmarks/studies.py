@@ -37,9 +37,10 @@ from benchmarks.inprocess import (
     summary,
     variant,
     vocabulary,
+    write_result,
 )
-from helios.config import PAGE_SIZE
 from helios.runtime.build import Built
+from helios.runtime.page_pool import pages_for
 
 Rows = list[dict[str, Any]]
 
@@ -121,7 +122,7 @@ def admission(built: Built, options: argparse.Namespace) -> Rows:
     for _ in range(options.admission_count):
         prompt = random_ids(rng, rng.randint(asked // 16, asked // 4), below)
         items.append(Item(0.0, prompt, rng.randint(asked // 16, asked // 4), asked=asked))
-    one = -(-(asked + asked // 4) // PAGE_SIZE)  # pages of the longest possible request
+    one = pages_for(asked + asked // 4)  # pages of the longest possible request
     rows: Rows = []
     for pages, on_demand in itertools.product((24 * one, 8 * one), (False, True)):
         changes = {"num_pages": min(pages, limits.num_pages), "on_demand": on_demand}
@@ -145,7 +146,7 @@ def offload(built: Built, options: argparse.Namespace) -> Rows:
     limits = built.engine.config
     tokens = min(1024, limits.max_model_len // 6)
     turns = 4
-    one = -(-(turns * (tokens + tokens // 16)) // PAGE_SIZE)  # pages of a whole chat
+    one = pages_for(turns * (tokens + tokens // 16))  # pages of a whole chat
     pages = min(limits.num_pages, max(2 * one, options.sessions * one // 3))
     items = chats(built, options.sessions, turns, tokens)
     # Few at once, or the pool is full of running ones and holds no cache at all.
@@ -180,8 +181,6 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--admission-count", type=int, default=192)
     made.add_argument("--sessions", type=int, default=12, help="chats of the offload study")
     made.add_argument("--offload-bytes", type=int, default=6 << 30)
-    made.add_argument("--label", default="unlabelled")
-    made.add_argument("--out", type=Path)
     made.add_argument("--figures", type=Path, help="folder for figures of this result")
     return made
 
@@ -190,24 +189,16 @@ def main() -> int:
     options = arguments().parse_args()
     built = build_engine(options, prefill_chunk_size=str(max(options.budgets)))
     warm(built, options)
+    options.out = options.out or results.result_path("studies", options.label)  # one file for all studies
     found: dict[str, Any] = {}
     result: dict[str, Any] = {}
-    path = options.out or results.result_path("studies", options.label)
     for name in options.only:
         print(f"{name}:", flush=True)
         try:
             found[name] = STUDIES[name](built, options)
         except (RuntimeError, ValueError) as error:  # the other studies are still worth having
             print(f"  failed: {error}", file=sys.stderr)
-        result = results.envelope(
-            "studies",
-            options.label,
-            model=built.snapshot.name,
-            device=built.device.name,
-            settings=dict(item.split("=", 1) for item in options.set),
-            studies=found,
-        )
-        results.write(path, result)
+        result = write_result("studies", built, options, studies=found)
     if options.figures is not None:
         from benchmarks.engine_figures import draw_studies
 

@@ -68,7 +68,7 @@ def test_a_prompt_always_makes_progress() -> None:
 def test_the_plan_keeps_to_the_time_only_while_someone_decodes() -> None:
     """Would catch a time budget that the policy ignores, or that slows prompts nobody waits beside."""
     decoder, long, short = sequence("d", 10, 9), sequence("long", 6000, 0), sequence("short", 100, 0)
-    rows = plan([decoder, long, short], Rules(4096), 0.0, trained().budget(0.015, 1))
+    rows = plan([decoder, long, short], Rules(4096), 0.0, lambda rows: trained().budget(0.015, rows))
     counts = {row.sequence.job.job_id: row.count for row in rows}
     assert counts["d"] == 1
     assert counts["short"] == 100

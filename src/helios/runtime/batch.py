@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from helios.config import PAGE_SIZE
-from helios.runtime.page_pool import DUMMY_PAGE
+from helios.runtime.page_pool import DUMMY_PAGE, pages_for
 from helios.runtime.policy import RowPlan
 
 
@@ -97,7 +97,7 @@ class BatchPacker:
         while num_decode < num_rows and rows[num_decode].count == 1:
             num_decode += 1
         num_tokens = sum(row.count for row in rows)
-        pages = max((row.end + PAGE_SIZE - 1) // PAGE_SIZE for row in rows)
+        pages = max(pages_for(row.end) for row in rows)
         wide = [num_tokens, num_tokens, num_tokens, len(samplers)]  # what becomes int64
         narrow = [num_rows, num_rows - num_decode + 1, num_rows * pages]
         self._hosts.reverse()

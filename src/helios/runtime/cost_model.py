@@ -1,4 +1,4 @@
-"""How long a tick will take: fitted to the ticks that ran, used to cut prompt chunks and to launch in time.
+"""How long a tick will take: fitted to the ticks that ran, used to cut prompt chunks.
 
     seconds = what decoding takes beyond its least + fixed + a * prompt tokens + b * query-key pairs
 
@@ -59,7 +59,7 @@ class CostModel:
         base = self._beyond_least() if decode_rows else 0.0
         self._samples.append((self.padded(tokens), million_pairs, max(seconds - base, 0.0)))
         self._fresh += 1
-        # Fitting takes some 50 microseconds: each time while samples are few, then now and then.
+        # Not in every tick: each time until there is a fit, then now and then.
         if len(self._samples) >= FEWEST_SAMPLES and (self._weights is None or self._fresh >= 8):
             self._fit()
 

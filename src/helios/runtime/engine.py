@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from helios.config import PAGE_SIZE
 from helios.errors import ContextLengthError, DeadlineError, InternalError, InvalidRequestError, RequestError
@@ -160,8 +161,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        loading = self.kv.host is not None and self.kv.host.loading
-        return bool(self.running or self.waiting or self._in_flight or loading)
+        return bool(self.running or self.waiting or self._in_flight or self.kv.any_loading)
 
     # -- one tick ---------------------------------------------------------------------------------
 
@@ -193,14 +193,11 @@ class Engine:
 
     def _plan(self, now: float) -> list[RowPlan]:
         runnable = [sequence for sequence in self.running if sequence.wants_tokens]
-        if self.kv.host is not None and self.kv.host.loading:
+        if self.kv.any_loading:
             runnable = [sequence for sequence in runnable if not self.kv.is_loading(sequence)]
-        time_budget = None
-        if self.config.target_itl:
-            decoding = sum(sequence.num_uncomputed_tokens == 1 for sequence in runnable)
-            if 0 < decoding < len(runnable):
-                time_budget = self.cost.budget(self.config.target_itl, decoding)
-        return policy.plan(runnable, self._rules, now, time_budget)
+        target = self.config.target_itl
+        time_beside = partial(self.cost.budget, target) if target else None
+        return policy.plan(runnable, self._rules, now, time_beside)
 
     def _launch(self, rows: list[RowPlan], events: list[TokenEvent]) -> _Tick | None:
         """Start a tick on the device. The books move on as if it had succeeded."""
@@ -341,10 +338,7 @@ class Engine:
                 self._settle(events)  # may end the one that would be put back
                 if less_urgent in self._jobs:
                     self._preempt(less_urgent)
-            if job is self.waiting[0]:
-                self.waiting.popleft()
-            else:
-                self.waiting.remove(job)
+            self.waiting.remove(job)
             resumed = job.timings.preemptions > 0
             if not resumed:
                 job.timings.admitted = now
@@ -410,9 +404,7 @@ class Engine:
         if not self.config.on_demand:
             return rows
         short = [
-            row
-            for row in rows
-            if row.start + row.count > len(row.sequence.page_table) * PAGE_SIZE and not self._grow(row)
+            row for row in rows if row.end > len(row.sequence.page_table) * PAGE_SIZE and not self._grow(row)
         ]
         if not short:
             return rows
@@ -429,10 +421,10 @@ class Engine:
 
     def _grow(self, row: RowPlan) -> bool:
         """Pages for a row's tokens; False if memory is short."""
-        grown = self.kv.grow(row.sequence, row.end)
-        if grown:
-            self._runner.set_pages(row.sequence)
-        return grown is not None
+        if not self.kv.grow(row.sequence, row.end):
+            return False
+        self._runner.set_pages(row.sequence)
+        return True
 
     def _settle(self, events: list[TokenEvent]) -> None:
         """Commit the tick that is in flight, before its time."""

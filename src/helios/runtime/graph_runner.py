@@ -29,7 +29,7 @@ from helios.kernels.decode_attention import DecodeWorkspace, default_config, num
 from helios.kernels.linear_table import ROW_BUCKETS, LinearTable
 from helios.kernels.step import begin_step, end_step
 from helios.runtime.interfaces import StepResult
-from helios.runtime.page_pool import DUMMY_PAGE
+from helios.runtime.page_pool import DUMMY_PAGE, pages_for
 from helios.runtime.policy import RowPlan
 from helios.runtime.prefill_backend import BUDGET_S, Choice, choose_prefill
 from helios.runtime.qwen3.fused import Attend, FusedForward, TokenInputs
@@ -479,7 +479,7 @@ class _MixedParts:
                 pass  # the last token of a fully cached prompt: its shared page holds it, the dummy page takes it
             else:
                 self.slots[first:last] = table[where // PAGE_SIZE] * PAGE_SIZE + where % PAGE_SIZE
-            used = (end + PAGE_SIZE - 1) // PAGE_SIZE
+            used = pages_for(end)
             self.table[place, :used] = table[:used]
             self.kv_lengths[place] = end
             self.logit_rows[place] = last - 1

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from helios.config import PAGE_SIZE
 from helios.runtime.host_cache import HostCache
 from helios.runtime.interfaces import PageStore
-from helios.runtime.page_pool import PagePool
+from helios.runtime.page_pool import PagePool, pages_for
 from helios.runtime.prefix_cache import PrefixCache, block_hash, root_hash
 from helios.runtime.request import Job, Sequence
 
@@ -47,10 +47,9 @@ class KVManager:
 
     @staticmethod
     def pages_wanted(sequence: Sequence) -> int:
-        """Pages of the longest possible answer. The very last token is never computed."""
-        job = sequence.job
-        own = _pages(job.num_prompt_tokens + job.max_tokens - 1)
-        return own if sequence.index == 0 else own - job.num_prompt_tokens // PAGE_SIZE
+        """Pages of the longest possible answer, less those that a further choice shares with the first."""
+        shared = 0 if sequence.index == 0 else sequence.num_prompt_tokens // PAGE_SIZE
+        return _longest(sequence) - shared
 
     def reserve(self, job: Job, now: float, *, alone: bool = True) -> bool:
         """Give ``job``'s unfinished sequences their pages, cached ones first: the first all it needs, the
@@ -89,9 +88,7 @@ class KVManager:
 
     def _wanted(self, sequence: Sequence) -> int:
         """Pages at admission, counted as if none were shared."""
-        if self._on_demand:
-            return _pages(sequence.num_tokens)
-        return _pages(sequence.num_prompt_tokens + sequence.job.max_tokens - 1)
+        return pages_for(sequence.num_tokens) if self._on_demand else _longest(sequence)
 
     def _make_free(self, count: int, spare: int = 0) -> bool:
         """Evict until ``count`` pages are free. False, and nothing evicted, if there are not that many beside
@@ -101,21 +98,21 @@ class KVManager:
             return False
         return short <= 0 or self.prefix_cache.evict(short) >= short
 
-    def grow(self, sequence: Sequence, end: int) -> bool | None:
-        """Give ``sequence`` pages for its first ``end`` positions.
-
-        True if its page table has changed, False if it is long enough, None if memory is short."""
-        more = _pages(end) - len(sequence.page_table)
-        if more <= 0:
-            return False
+    def grow(self, sequence: Sequence, end: int) -> bool:
+        """Give ``sequence`` the pages it lacks for its first ``end`` positions. False if memory is short."""
+        more = pages_for(end) - len(sequence.page_table)
         if not self._make_free(more):
-            return None
+            return False
         sequence.page_table += self.pool.allocate(more)
         return True
 
+    def _may_skip(self, sequence: Sequence) -> bool:
+        """Whether cached blocks spare it their computation: not if each prompt token's logits are wanted."""
+        return self._use_cache and sequence.job.params.prompt_logprobs is None
+
     def _match(self, sequence: Sequence) -> list[int]:
         """Cached pages of the sequence's leading full blocks."""
-        if not self._use_cache or sequence.job.params.prompt_logprobs is not None:
+        if not self._may_skip(sequence):
             return []
         limit = sequence.num_tokens // PAGE_SIZE
         root = root_hash(sequence.job.cache_salt)
@@ -123,7 +120,7 @@ class KVManager:
 
     def _from_host(self, sequence: Sequence, start: int) -> int:
         """How many blocks from ``start`` on are in host memory."""
-        if self.host is None or not len(self.host) or sequence.job.params.prompt_logprobs is not None:
+        if self.host is None or not len(self.host) or not self._may_skip(sequence):
             return 0
         count = 0
         root = root_hash(sequence.job.cache_salt)
@@ -145,13 +142,17 @@ class KVManager:
 
     def poll_host(self, *, wait: bool = False) -> None:
         """Let pages whose copies have ended be used."""
-        if self.host is not None and self.host.loading:
+        if self.host is not None and self.any_loading:
             self.pool.release(self.host.poll(wait=wait))
+
+    @property
+    def any_loading(self) -> bool:
+        """True while pages are on their way from the host."""
+        return self.host is not None and bool(self.host.loading)
 
     def is_loading(self, sequence: Sequence) -> bool:
         """True while one of its pages is still on its way from the host."""
-        host = self.host
-        return host is not None and bool(host.loading) and not host.loading.isdisjoint(sequence.page_table)
+        return self.host is not None and not self.host.loading.isdisjoint(sequence.page_table)
 
     def match_further(self, sequence: Sequence, now: float) -> bool:
         """At a page boundary, look again: another prompt may have computed the next blocks since.
@@ -160,9 +161,7 @@ class KVManager:
         computed = sequence.num_computed_tokens
         done = computed // PAGE_SIZE
         limit = sequence.num_tokens // PAGE_SIZE
-        if computed % PAGE_SIZE or done >= limit or not self._use_cache:
-            return False
-        if sequence.job.params.prompt_logprobs is not None:
+        if computed % PAGE_SIZE or done >= limit or not self._may_skip(sequence):
             return False
         started = self._clock()
         root = root_hash(sequence.job.cache_salt)
@@ -284,6 +283,6 @@ class KVManager:
         }
 
 
-def _pages(tokens: int) -> int:
-    """Pages that hold ``tokens``."""
-    return (tokens + PAGE_SIZE - 1) // PAGE_SIZE
+def _longest(sequence: Sequence) -> int:
+    """Pages of a sequence with the longest possible answer, whose very last token is never computed."""
+    return pages_for(sequence.num_prompt_tokens + sequence.job.max_tokens - 1)

@@ -172,19 +172,19 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Prometheus's entry point: build every family from the counts."""
-        for prefix in self._prefixes:
-            yield from self._gauges(prefix)
-            yield from self._counters(prefix)
-            yield from self._histograms(prefix)
-
-    def _gauges(self, prefix: str) -> Iterable[Metric]:
         snapshot: Mapping[str, object] = self._snapshot() if self._snapshot else {}
-        keys, values = list(self._labels), list(self._labels.values())
 
         def number(name: str) -> float:
             value = snapshot.get(name, 0)
             return float(value) if isinstance(value, int | float) else 0.0
 
+        for prefix in self._prefixes:
+            yield from self._gauges(prefix, number)
+            yield from self._counters(prefix, number)
+            yield from self._histograms(prefix)
+
+    def _gauges(self, prefix: str, number: Callable[[str], float]) -> Iterable[Metric]:
+        keys, values = list(self._labels), list(self._labels.values())
         total = number("pages_total")
         used = number("pages_referenced") / total if total else 0.0
         for name, text, value in (
@@ -200,7 +200,7 @@ class Metrics(Collector):
         info.add_metric(values, {"block_size": "256", "num_gpu_blocks": str(int(total))})
         yield info
 
-    def _counters(self, prefix: str) -> Iterable[Metric]:
+    def _counters(self, prefix: str, number: Callable[[str], float]) -> Iterable[Metric]:
         keys, values = list(self._labels), list(self._labels.values())
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens of finished requests.", self.prompt_tokens),
@@ -209,18 +209,11 @@ class Metrics(Collector):
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", self.cached_prompt_tokens),
             ("generation_tokens", "Generated tokens.", self.generation_tokens),
             ("num_preemptions", "Times a sequence gave up its pages.", self.preemptions),
+            ("kv_offloaded_blocks", "Cached blocks copied to host memory.", number("offloaded_blocks")),
+            ("kv_restored_blocks", "Cached blocks copied back from host memory.", number("restored_blocks")),
         ):
             counter = CounterMetricFamily(prefix + name, text, labels=keys)
             counter.add_metric(values, value)
-            yield counter
-        snapshot: Mapping[str, object] = self._snapshot() if self._snapshot else {}
-        for name, text in (
-            ("offloaded_blocks", "Cached blocks copied to host memory."),
-            ("restored_blocks", "Cached blocks copied back from host memory."),
-        ):
-            value = snapshot.get(name, 0)
-            counter = CounterMetricFamily(prefix + "kv_" + name, text, labels=keys)
-            counter.add_metric(values, value if isinstance(value, int) else 0)
             yield counter
         success = CounterMetricFamily(
             prefix + "request_success", "Finished sequences.", labels=[*keys, "finished_reason"]

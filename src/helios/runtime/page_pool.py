@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from helios.config import PAGE_SIZE
+
 DUMMY_PAGE = 0  # never owned by a sequence: takes writes that must not land anywhere
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that hold ``tokens``."""
+    return -(-tokens // PAGE_SIZE)
 
 
 class PagePool:

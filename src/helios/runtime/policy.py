@@ -7,7 +7,7 @@ seconds, then the prompts that fit whole, then one chunk of the first that does 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -58,25 +58,33 @@ class TimeBudget(Protocol):
 
 
 def plan(
-    sequences: Iterable[Sequence], rules: Rules, now: float, time: TimeBudget | None = None
+    sequences: Iterable[Sequence],
+    rules: Rules,
+    now: float,
+    time_beside: Callable[[int], TimeBudget | None] | None = None,
 ) -> list[RowPlan]:
     """The rows of one tick, decode rows first.
 
-    The token budget is raised to one per decoding sequence plus one so that both kinds always progress;
-    ``time`` bounds the prompt tokens further. A prompt that gets a chunk has its ``aged_since`` set to ``now``.
+    The token budget is raised to one per decoding sequence plus one so that both kinds always progress. Beside
+    decoding, the budget that ``time_beside(decode rows)`` gives bounds the prompt tokens further. A prompt that
+    gets a chunk has its ``aged_since`` set to ``now``.
     """
     rows: list[RowPlan] = []
     prompts: list[Sequence] = []
     for sequence in sequences:
-        start = sequence.num_computed_tokens
+        start = (
+            sequence.num_computed_tokens
+        )  # num_uncomputed_tokens, without a call for each row of each tick
         if len(sequence.token_ids) + sequence.num_pending_tokens - start == 1:
             rows.append(RowPlan(sequence, start, 1))
         else:
             prompts.append(sequence)
+    time = None
     if rules.prefill_first and prompts:
         # The last token of a fully cached prompt is prefill, however short.
         rows = [row for row in rows if row.end == row.sequence.num_prompt_tokens]
-        time = None
+    elif rows and prompts and time_beside is not None:
+        time = time_beside(len(rows))
     if rules.by_priority:
         prompts.sort(key=lambda sequence: urgency(sequence.job, now, rules))
     left = max(rules.budget, len(rows) + 1) - len(rows)

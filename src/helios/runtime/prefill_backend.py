@@ -27,6 +27,7 @@ from helios.errors import StartupError
 from helios.kernels.common import available as kernels_available
 from helios.kernels.measure import relative_error, time_in_graph
 from helios.kernels.prefill_attention import PrefillConfig, default_config, new_counters, paged_prefill
+from helios.runtime.page_pool import pages_for
 from helios.runtime.qwen3.attention import prefill_attention
 
 log = logging.getLogger("helios.startup")
@@ -265,7 +266,7 @@ class Problem:
         head_dim: int,
         rows: list[tuple[int, int]],
     ) -> None:
-        pages = [-(-length // PAGE_SIZE) for length, _ in rows]
+        pages = [pages_for(length) for length, _ in rows]
         order = cast(list[int], (torch.randperm(sum(pages)) + 1).tolist())
         table = torch.zeros((len(rows), max(pages)), dtype=torch.int32)
         for row, count in enumerate(pages):

@@ -8,11 +8,11 @@ from typing import cast
 
 import torch
 
-from helios.config import PAGE_SIZE
 from helios.runtime.batch import BatchPacker
 from helios.runtime.interfaces import StepResult
 from helios.runtime.logit_edits import LogitEdits
 from helios.runtime.logprobs import PROMPT_SLICE, LogprobTensors, token_logprobs
+from helios.runtime.page_pool import pages_for
 from helios.runtime.philox import row_seed
 from helios.runtime.policy import RowPlan
 from helios.runtime.qwen3.kv_cache import KVCache
@@ -47,7 +47,7 @@ class ModelRunner:
         self.cache = cache
         self.device = model.embed_tokens.device
         self.max_rows = max_rows
-        self.max_pages = (max_model_len + PAGE_SIZE - 1) // PAGE_SIZE
+        self.max_pages = pages_for(max_model_len)
         self._vocabulary_size = vocabulary_size
         self._edits = LogitEdits(max_rows, model.config.vocab_size, self.device, sorted(end_token_ids))
         # The newest token of each batch row: a tick launched before it is read back takes it from here.

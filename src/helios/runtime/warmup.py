@@ -140,17 +140,13 @@ def warm_up(
     """
     chunk = min(limits.prefill_chunk_size, (engine.config.num_pages - 1) * PAGE_SIZE - DECODE_STEPS)
 
-    def full_tick() -> None:
-        engine.prefix_cache.clear()  # a hit would make the tick smaller
-        _run(engine, [chunk])
-
     stages: list[Callable[[], None]] = [
         lambda: _run(engine, [PAGE_SIZE + 1]),  # cold prefill over a page border
         lambda: _run(engine, [PAGE_SIZE + 1]),  # the same again: prefix restoration
-        full_tick,
+        lambda: _run_cold(engine, chunk),  # a full packed tick
     ]
     if calibrate:
-        stages += [lambda length=length: _time_prompt(engine, length) for length in _calibration(engine)]
+        stages += [lambda length=length: _run_cold(engine, length) for length in _calibration(engine)]
     warmed: list[int] = []
     for bucket in buckets:
         if bucket > engine.config.num_pages // 2:
@@ -183,7 +179,8 @@ def _calibration(engine: Engine) -> list[int]:
     return sorted({min(length, room) for length in lengths if length >= 32}) if room >= 32 else []
 
 
-def _time_prompt(engine: Engine, length: int) -> None:
+def _run_cold(engine: Engine, length: int) -> None:
+    """One prompt without a cached block: a hit would make its ticks smaller."""
     engine.prefix_cache.clear()
     _run(engine, [length])
 
