@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -13,6 +14,10 @@ from helios.runtime.detokenizer import Vocabulary
 # Before anything imports Triton: without a GPU its kernels are tested in its interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell that starts the tests in the background makes them, and what they start, ignore interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 STRUCTURAL = ["<tool_call>", "</tool_call>", "<think>", "</think>"]

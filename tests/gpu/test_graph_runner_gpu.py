@@ -50,7 +50,7 @@ def engine_of(model: Qwen3, vocabulary: Vocabulary, *, graphs: bool, chunk: int 
         end_token_ids=end_token_ids(DEMO_FOLDER),
     )  # fmt: skip
     if isinstance(runner, GraphRunner):
-        runner.prepare(tune_seconds=1.0, max_prefill=chunk, pdl=True)
+        runner.prepare(tune_seconds=1.0, max_tokens=chunk, pdl=True)
         cache.data[:, :, 1:] = torch.nan
     config = EngineConfig(ROWS, chunk, PAGES, CONTEXT, end_token_ids(DEMO_FOLDER), lookahead=graphs)
     return Engine(config, runner, vocabulary)

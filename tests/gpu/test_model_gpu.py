@@ -77,7 +77,7 @@ def test_bf16_error_is_at_most_that_of_transformers(
     runner_class = GraphRunner if graphs else ModelRunner
     runner = runner_class(model, cache, max_tokens=512, max_rows=8, max_model_len=4096, vocabulary_size=512)
     if isinstance(runner, GraphRunner):
-        runner.prepare(tune_seconds=1.0, max_prefill=512, pdl=True)
+        runner.prepare(tune_seconds=1.0, max_tokens=512, pdl=True)
     cache.data[:, :, 1:] = torch.nan  # all but the dummy page
     seen: dict[str, torch.Tensor] = {}
     _keep_first_logits(runner, seen)

@@ -59,6 +59,7 @@ class Case:
         columns: int,
         config: DecodeConfig | None = None,
         workspace: DecodeWorkspace | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         max_kv = self.table.shape[1] * PAGE
         return paged_decode(
@@ -71,6 +72,7 @@ class Case:
             config=config,
             columns=columns,
             workspace=workspace,
+            out=out,
         )
 
     def reference(self) -> torch.Tensor:
@@ -130,6 +132,24 @@ def test_rows_of_length_zero_are_zeros_between_others() -> None:
     check(out, case.reference())
     assert not out[0].any()
     assert not out[4].any()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("lengths", [[300, 5, 700], [90], []])
+def test_empty_rows_at_the_end_leave_a_given_output_alone(lengths: list[int], fused: bool) -> None:
+    """The places of padding rows are other rows' in a mixed tick: would catch zeros, or NaN, written there."""
+    case = Case(4, 2, 64, [*lengths, 0, 0])
+    out = torch.full(case.q.shape, 7.0, dtype=case.q.dtype, device=DEVICE)
+    assert case.run(columns=3, config=DecodeConfig(fused=fused), out=out) is out
+    check(out[: len(lengths)], case.reference()[: len(lengths)])
+    assert (out[len(lengths) :] == 7.0).all()
+
+
+def test_an_output_of_another_shape_is_refused() -> None:
+    case = Case(4, 2, 64, [300, 5])
+    for wrong in (torch.empty(3, 4, 64), torch.empty(2, 4, 64, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="q's shape and dtype"):
+            case.run(columns=3, out=wrong.to(DEVICE))
 
 
 def test_padding_rows_on_the_dummy_page_do_not_disturb() -> None:

@@ -47,6 +47,7 @@ class Case:
         kv_heads: int = 2,
         head_dim: int = 32,
         padding: int = 0,
+        before: int = 0,
     ) -> None:
         generator = torch.Generator().manual_seed(heads + sum(length for length, _ in rows))
         counts = [(length + PAGE - 1) // PAGE for length, _ in rows]
@@ -60,11 +61,11 @@ class Case:
                 used = min(PAGE, length - index * PAGE)
                 table[row, index] = page
                 pages[:, page, :used] = torch.randn((2, used, kv_heads, head_dim), generator=generator).half()
-        self.tokens = sum(count for _, count in rows)
-        q = torch.randn((self.tokens + 9 * padding, heads, head_dim), generator=generator).half()
-        q[self.tokens :] = torch.nan
+        self.tokens = slice(before, before + sum(count for _, count in rows))
+        q = torch.randn((self.tokens.stop + 9 * padding, heads, head_dim), generator=generator).half()
+        q[:before] = q[self.tokens.stop :] = torch.nan
         lengths = [length for length, _ in rows] + [1] * padding
-        offsets = [0]
+        offsets = [before]
         for _, count in [*rows, *[(1, 0)] * padding]:
             offsets.append(offsets[-1] + count)
         self.arguments = (
@@ -80,8 +81,8 @@ class Case:
         self, config: PrefillConfig = SMALL, counters: torch.Tensor | None = None, at_once: int = 0
     ) -> None:
         out = paged_prefill(*self.arguments, config=config, counters=counters, at_once=at_once)
-        got = out[: self.tokens]
-        expected = paged_prefill_reference(*self.arguments)[: self.tokens]
+        got = out[self.tokens]
+        expected = paged_prefill_reference(*self.arguments)[self.tokens]
         torch.testing.assert_close(got, expected, atol=2e-3, rtol=2e-3)
 
 
@@ -134,6 +135,13 @@ def test_padding_rows_and_tokens_of_a_graph() -> None:
     """A graph for many rows runs few: rows without tokens and tokens of no row change nothing."""
     Case([(70, 70), (300, 5)], padding=14).check()
     paged_prefill(*Case([(1, 0)]).arguments)
+
+
+@pytest.mark.parametrize("at_once", [0, 64])
+def test_tokens_before_the_first_row(at_once: int) -> None:
+    """In a mixed tick decoding rows' tokens come first: a row's tokens are found by cu_q, not by counting."""
+    case = Case([(70, 70), (900, 37)], before=45, padding=3)
+    case.check(counters=new_counters(DEVICE), at_once=at_once)
 
 
 def test_more_rows_than_one_launch_takes() -> None:

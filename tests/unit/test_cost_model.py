@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helios.runtime.cost_model import SMALLEST_CHUNK, CostModel, pairs
+from helios.runtime.cost_model import LEAST_DECODE_TICKS, SMALLEST_CHUNK, CostModel, pairs
 from helios.runtime.policy import Rules, plan
 from tests.unit.test_policy import sequence
 
@@ -18,8 +18,8 @@ def truth(tokens: int, million_pairs: float) -> float:
 
 def trained(sizes: list[int] | None = None) -> CostModel:
     model = CostModel(SIZES if sizes is None else sizes)
-    model.observe(1, 0, 0.0, 2e-3)  # reads the weights, as every prompt does
-    model.observe(4, 0, 0.0, 5e-3)
+    model.observe(1, 0, 0.0, 0.5e-3)  # reads the weights, as every prompt does
+    model.observe(4, 0, 0.0, 1.5e-3)
     for start, count in [(0, size) for size in SIZES] + [(4096, 1024), (4096, 4096), (2048, 512)]:
         model.observe(0, count, pairs(start, count), truth(count, pairs(start, count)))
     return model
@@ -29,10 +29,11 @@ def trained(sizes: list[int] | None = None) -> CostModel:
 def test_predictions_follow_the_card(start: int, count: int) -> None:
     """Would catch a fit that mixes up tokens and attention, or forgets the padding and the decoders."""
     model = trained()
-    expected = truth(model.padded(count), pairs(start, count))
-    assert model.predict(0, count, pairs(start, count)) == pytest.approx(expected, rel=0.1)
-    assert model.predict(4, count, pairs(start, count)) == pytest.approx(expected + 3e-3, rel=0.1)
-    assert model.predict(4, 0, 0.0) == pytest.approx(5e-3)
+    for rows, beside in ((0, 0.0), (4, 1e-3), (8, 2e-3)):
+        expected = truth(model.padded(rows, count), pairs(start, count)) + beside
+        assert model.predict(rows, count, pairs(start, count)) == pytest.approx(expected, rel=0.1)
+    assert model.predict(4, 0, 0.0) == pytest.approx(1.5e-3)
+    assert model.predict(8, 0, 0.0) == pytest.approx(2.5e-3)
 
 
 def test_nothing_is_predicted_before_anything_was_seen() -> None:
@@ -47,9 +48,9 @@ def test_chunks_are_cut_to_padded_sizes_within_the_time() -> None:
     budget = trained().budget(0.015, 4)
     assert budget is not None
     count = budget.cut(0, 4000)
-    assert count in SIZES
-    assert 3e-3 + truth(count, pairs(0, count)) <= 0.0165
-    assert 3e-3 + truth(2 * count, pairs(0, 2 * count)) > 0.015
+    assert count + 4 in SIZES
+    assert 1e-3 + truth(count, pairs(0, count)) <= 0.0165
+    assert 1e-3 + truth(2 * count, pairs(0, 2 * count)) > 0.015
     budget.add(0, count)
     assert budget.cut(0, 4000) == 0
     late = trained().budget(0.015, 4)
@@ -57,12 +58,29 @@ def test_chunks_are_cut_to_padded_sizes_within_the_time() -> None:
     assert late.cut(30_000, 4000) < count, "a late chunk attends to more keys"
 
 
+def test_decoding_rows_take_part_of_the_padded_size() -> None:
+    """Would catch a tick of 512 prompt tokens and 3 decoders that is taken for one of 512 tokens."""
+    model = CostModel(SIZES)
+    assert [model.padded(rows, 512) for rows in (0, 3, 512)] == [512, 1024 - 3, 1024 - 512]
+    assert model.padded(3, 5000) == 5000
+
+
+def test_a_tick_may_take_as_long_as_some_without_prompts() -> None:
+    """Would catch many decoders whose keys are read anew for each small chunk of a long queue of prompts."""
+    few, many = trained().budget(0.015, 4), trained().budget(0.015, 40)
+    assert few is not None
+    assert many is not None
+    assert trained().predict(40, 0, 0.0) * LEAST_DECODE_TICKS > 0.04
+    assert many.cut(0, 4000) > 2 * few.cut(0, 4000)
+
+
 def test_a_prompt_always_makes_progress() -> None:
     """Would catch a long prompt that never runs because even its smallest chunk is over the target."""
     budget = trained().budget(0.0001, 4)
     assert budget is not None
-    assert budget.cut(0, 4000) == SMALLEST_CHUNK
-    assert budget.cut(0, 30) == 30
+    late = 10_000_000
+    assert budget.cut(late, 4000) == SMALLEST_CHUNK
+    assert budget.cut(late, 30) == 30
 
 
 def test_the_plan_keeps_to_the_time_only_while_someone_decodes() -> None:

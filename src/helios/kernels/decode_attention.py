@@ -104,13 +104,18 @@ def paged_decode(
     config: DecodeConfig | None = None,
     workspace: DecodeWorkspace | None = None,
     columns: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one query token per row over the first ``kv_lengths[row]`` keys of its pages.
 
     ``q [R, heads, head_dim]``; ``k_pages, v_pages [pages, page size, kv_heads, head_dim]``; ``page_table
     [R, P]`` and ``kv_lengths [R]`` int32. Returns ``[R, heads, head_dim]`` in q's dtype; zeros for a row
-    of length 0. ``max_kv`` only bounds the grid. Without a ``workspace`` one is allocated for the call.
-    ``columns`` overrides :func:`num_columns`. No key or value outside the sequences is read.
+    of length 0. With ``out``, contiguous and of that shape, the answer is written there, and rows of length 0,
+    all of which must come last, are left as they are: they may belong to someone else.
+    ``max_kv`` only bounds the grid. Without a ``workspace`` one is allocated for the call.
+    ``columns`` overrides :func:`num_columns`. No key or value outside the sequences is read. With programmatic
+    dependent launch, ``kv_lengths`` must not come from the kernel directly before this one: it is read while
+    that may still run.
     """
     rows, heads, head_dim = q.shape
     page_size, kv_heads = k_pages.shape[1], k_pages.shape[2]
@@ -127,9 +132,14 @@ def paged_decode(
     if workspace is None:
         workspace = DecodeWorkspace(q.device, rows, columns, kv_heads, group, head_dim)
     columns = min(columns, workspace.columns)
-    out = torch.empty((rows, heads, head_dim), device=q.device, dtype=q.dtype)
+    least_tiles = 1 if out is None else 0
+    if out is None:
+        out = torch.empty((rows, heads, head_dim), device=q.device, dtype=q.dtype)
+    elif out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError("out must be contiguous and have q's shape and dtype")
     group_pad = next_power_of_2(group)
     shared: dict[str, int] = {
+        "LEAST_TILES": least_tiles,
         "KV_HEADS": kv_heads,
         "GROUP": group,
         "GROUP_PAD": group_pad,
@@ -212,12 +222,14 @@ def _jit(*unspecialised: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 @_jit()
-def _line_of_tiles(kv_lengths, rows, columns, TILE: tl.constexpr, ROWS_PAD: tl.constexpr):
+def _line_of_tiles(
+    kv_lengths, rows, columns, TILE: tl.constexpr, ROWS_PAD: tl.constexpr, LEAST_TILES: tl.constexpr
+):
     """Tiles of each row, where each row ends on the line (inclusive sums), all tiles, tiles per column."""
     row_ids = tl.arange(0, ROWS_PAD)
     lengths = tl.load(kv_lengths + row_ids, mask=row_ids < rows, other=0)
-    # At least one tile a row: a row of length 0 still needs its zeros written.
-    tiles = tl.where(row_ids < rows, tl.maximum(tl.cdiv(lengths, TILE), 1), 0)
+    # Least 1: a row of length 0 still needs its zeros written.
+    tiles = tl.where(row_ids < rows, tl.maximum(tl.cdiv(lengths, TILE), LEAST_TILES), 0)
     ends = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
     return row_ids, tiles, ends, total, tl.cdiv(total, columns)
@@ -341,21 +353,25 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr,
     ROWS_PAD: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
     MERGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Heads vary fastest: programs that run side by side read the same tokens, 256 bytes from each other.
     head = tl.program_id(0)
     column = tl.program_id(1)
-    if PDL:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
-    _, _, ends, total, per_column = _line_of_tiles(kv_lengths, rows, tl.num_programs(1), TILE, ROWS_PAD)
+    _, _, ends, total, per_column = _line_of_tiles(
+        kv_lengths, rows, tl.num_programs(1), TILE, ROWS_PAD, LEAST_TILES
+    )
     begin = column * per_column
     stop = tl.minimum(begin + per_column, total)
     passed = ends <= begin
     row = tl.sum(passed.to(tl.int32), 0)
     row_begin = tl.max(tl.where(passed, ends, 0), 0)
+    if PDL:
+        # Lengths and pages were written long before: the division of work needs no waiting, queries and keys do.
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
 
     lanes = tl.arange(0, QUERY_ROWS)
     dims = tl.arange(0, HEAD_DIM)
@@ -444,6 +460,7 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr,
     ROWS_PAD: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
     MERGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -453,12 +470,15 @@ def _merge_kernel(
     if PDL:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
-    row_ids, tiles, ends, _, per_column = _line_of_tiles(kv_lengths, rows, columns, TILE, ROWS_PAD)
+    row_ids, tiles, ends, _, per_column = _line_of_tiles(
+        kv_lengths, rows, columns, TILE, ROWS_PAD, LEAST_TILES
+    )
     row_end = tl.sum(tl.where(row_ids == row, ends, 0), 0)
     row_begin = row_end - tl.sum(tl.where(row_ids == row, tiles, 0), 0)
+    per_column = tl.maximum(per_column, 1)
     first_column = row_begin // per_column
     last_column = (row_end - 1) // per_column
-    if first_column != last_column:
+    if (first_column != last_column) & (row_end > row_begin):
         first_slot = (row_begin != first_column * per_column).to(tl.int32)
         merged = _merge(
             values,

@@ -219,7 +219,7 @@ class _Builder:
         engine, runner = self.engine_over(plan.num_pages, with_store=True)
         if isinstance(runner, GraphRunner):
             self.prepare(runner, progress)
-            engine.cost = CostModel(runner.prefill_sizes)
+            engine.cost = CostModel(runner.mixed_sizes)
             warmed = runner.captured_batch_sizes
         if self.uses_graphs or self.settings.torch_compile:
             # The first client must not be the one that meets a path made for the final pool.
@@ -229,7 +229,7 @@ class _Builder:
     def prepare(self, runner: GraphRunner, progress: StartupProgress, *, only_largest: bool = False) -> None:
         runner.prepare(
             tune_seconds=0.0 if only_largest else self.settings.tune_seconds,
-            max_prefill=self.limits.prefill_chunk_size,
+            max_tokens=self.limits.prefill_chunk_size,
             pdl=self.settings.dependent_launch,
             prefill_attention=self.settings.prefill_attention,
             only_largest=only_largest,

@@ -1,10 +1,12 @@
 """How long a tick will take: fitted to the ticks that ran, used to cut prompt chunks.
 
-    seconds = what decoding takes beyond its least + fixed + a * prompt tokens + b * query-key pairs
+    seconds = decode rows * c + fixed + a * prompt tokens + b * query-key pairs
 
-The least time of a decode tick is that of reading the weights, which prompts read anyway. The three numbers
+A decode tick takes its least, the time of reading the weights, which prompts read anyway, and ``c`` for each
+row, taken from the last tick without prompts. The other three numbers
 are a least-squares fit over the last prompt ticks (warm-up supplies the first); prompt tokens are counted as
-the runner computes them, padded to the next of its sizes. Nothing depends on the estimate but speed.
+the runner computes them, with what pads the tick to the next of its sizes. Nothing depends on the estimate but
+speed.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from numpy.typing import NDArray
 SAMPLES = 128  # prompt ticks remembered
 FEWEST_SAMPLES = 4  # below this nothing is predicted
 SMALLEST_CHUNK = 128  # tokens; what a prompt gets however little time there is
+# A tick with prompts may take as long as this many without, whatever the target: where many rows decode, chunks
+# that only filled the target would have their keys and values read again and again for little.
+LEAST_DECODE_TICKS = 8
 
 
 def pairs(start: int, count: int) -> float:
@@ -28,13 +33,13 @@ def pairs(start: int, count: int) -> float:
 
 
 class CostModel:
-    """``sizes`` are the prompt-token counts that ticks are padded to; empty: none are."""
+    """``sizes`` are the tokens that ticks with prompts are padded to, decoding rows' included; empty: none are."""
 
     def __init__(self, sizes: Seq[int] = ()) -> None:
         self._sizes = list(sizes)
         self._samples: deque[tuple[float, float, float]] = deque(maxlen=SAMPLES)
-        self._decode_seconds = 0.0  # of the last tick without prompts
         self._least_decode_seconds = float("inf")
+        self._row_seconds = 0.0  # beyond the least, for each row of the last tick without prompts
         self._weights: tuple[float, float, float] | None = None  # fixed, per token, per million pairs
         self._fresh = 0  # samples since the last fit
 
@@ -43,21 +48,21 @@ class CostModel:
         """The padded sizes, ascending."""
         return self._sizes
 
-    def padded(self, tokens: int) -> int:
-        """Prompt tokens computed for ``tokens``."""
-        index = bisect_left(self._sizes, tokens)
-        return self._sizes[index] if index < len(self._sizes) else tokens
+    def padded(self, decode_rows: int, tokens: int) -> int:
+        """Tokens computed beside ``decode_rows`` for ``tokens`` of prompts."""
+        index = bisect_left(self._sizes, decode_rows + tokens)
+        return self._sizes[index] - decode_rows if index < len(self._sizes) else tokens
 
     def observe(self, decode_rows: int, tokens: int, million_pairs: float, seconds: float) -> None:
         """A tick of ``decode_rows`` and ``tokens`` prompt tokens took ``seconds``."""
         if seconds <= 0:
             return
         if not tokens:
-            self._decode_seconds = seconds
             self._least_decode_seconds = min(seconds, self._least_decode_seconds)
+            self._row_seconds = (seconds - self._least_decode_seconds) / max(decode_rows, 1)
             return
-        base = self._beyond_least() if decode_rows else 0.0
-        self._samples.append((self.padded(tokens), million_pairs, max(seconds - base, 0.0)))
+        base = self._row_seconds * decode_rows
+        self._samples.append((self.padded(decode_rows, tokens), million_pairs, max(seconds - base, 0.0)))
         self._fresh += 1
         # Not in every tick: each time until there is a fit, then now and then.
         if len(self._samples) >= FEWEST_SAMPLES and (self._weights is None or self._fresh >= 8):
@@ -80,20 +85,26 @@ class CostModel:
 
     def predict(self, decode_rows: int, tokens: int, million_pairs: float) -> float:
         """Seconds of a tick; 0 while nothing is known."""
+        base = self._row_seconds * decode_rows
         if not tokens:
-            return self._decode_seconds
+            return base + self._least_decode_seconds if decode_rows and self._seen_decode else 0.0
         if self._weights is None:
             return 0.0
-        base = self._beyond_least() if decode_rows else 0.0
         fixed, token, pair = self._weights
-        return base + fixed + token * self.padded(tokens) + pair * million_pairs
+        return base + fixed + token * self.padded(decode_rows, tokens) + pair * million_pairs
 
-    def _beyond_least(self) -> float:
-        return max(self._decode_seconds - self._least_decode_seconds, 0.0)
+    @property
+    def _seen_decode(self) -> bool:
+        return self._least_decode_seconds < float("inf")
 
     def budget(self, target: float, decode_rows: int) -> TickBudget | None:
-        """A budget of ``target`` seconds for a tick with ``decode_rows``; None while nothing is known."""
-        return None if self._weights is None else TickBudget(self, target, decode_rows)
+        """A budget of ``target`` seconds, or of some ticks without prompts, for a tick with ``decode_rows``; None
+        while nothing is known."""
+        if self._weights is None:
+            return None
+        return TickBudget(
+            self, max(target, LEAST_DECODE_TICKS * self.predict(decode_rows, 0, 0.0)), decode_rows
+        )
 
 
 class TickBudget:
@@ -110,9 +121,9 @@ class TickBudget:
         """The most of ``count`` tokens that fit; preferably up to one of the padded sizes."""
         if self._fits(start, count):
             return count
-        sizes = self._model.sizes or [1 << power for power in range(4, 14)]
+        sizes = self._model.sizes or [(1 << power) + self._decode_rows for power in range(4, 14)]
         for size in reversed(sizes):
-            room = size - self._tokens
+            room = size - self._decode_rows - self._tokens
             if 0 < room < count and self._fits(start, room):
                 return max(room, min(count, SMALLEST_CHUNK)) if not self._tokens else room
         return 0 if self._tokens else min(count, SMALLEST_CHUNK)

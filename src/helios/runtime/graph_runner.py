@@ -5,7 +5,9 @@ Two kinds of graph, captured at start for a ladder of sizes and padded up to:
 * **decode**: one token for each of R rows. The rows' state (position, page table, sampling parameters,
   newest token) lives on the device and moves on inside the graph, so a tick with the rows of the last one
   copies nothing to the device.
-* **mixed**: R decode rows beside up to T prompt tokens of a few prompts, from one packed copy.
+* **mixed**: up to T tokens of up to R rows, from one packed copy: one token of each decoding row, then the
+  prompts' chunks, then padding. Where one kind ends and the other begins is known on the device only, so a
+  graph serves every division of its tokens.
 
 Sampling is a graph of its own behind either: without filters, or with. Rows that need more (penalties,
 bias, masks, log probabilities) leave the forward's graph as it is and are sampled by the plain sampler
@@ -29,7 +31,7 @@ from helios.kernels.decode_attention import DecodeWorkspace, default_config, num
 from helios.kernels.linear_table import ROW_BUCKETS, LinearTable
 from helios.kernels.step import begin_step, end_step
 from helios.runtime.interfaces import StepResult
-from helios.runtime.page_pool import DUMMY_PAGE, pages_for
+from helios.runtime.page_pool import DUMMY_PAGE
 from helios.runtime.policy import RowPlan
 from helios.runtime.prefill_backend import BUDGET_S, Choice, choose_prefill
 from helios.runtime.qwen3.fused import Attend, FusedForward, TokenInputs
@@ -37,8 +39,14 @@ from helios.runtime.request import Sequence
 from helios.runtime.runner import ForwardClock, ModelRunner, Pending, spread_logprobs
 from helios.runtime.sampler import SampledTokens, SamplingTensors, has_filter
 
-PREFILL_ROWS = 16  # prompts in one mixed graph
-PREFILL_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # in one mixed graph
+PREFILL_ROWS = 32  # prompts in one mixed graph
+# Tokens of mixed graphs. A product of matrices takes as long for all numbers of rows that need as many rounds of
+# tiles: on an H200, 320 rows of a 4B model take longer than 384, and 2,560 as long as 2,688. These are sizes
+# after which the next round begins.
+MIXED_TOKENS = (
+    64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280,
+    1536, 1792, 2048, 2240, 2496, 2816, 3072, 3456, 4096,
+)  # fmt: skip
 
 
 def decode_ladder(max_rows: int) -> list[int]:
@@ -49,8 +57,14 @@ def decode_ladder(max_rows: int) -> list[int]:
 
 
 def mixed_ladder(max_rows: int) -> list[int]:
-    """Numbers of decode rows in mixed graphs: few, since padding rows cost little beside a prompt."""
-    return sorted({size for size in (8, 32, 128) if size < max_rows} | {max_rows})
+    """Numbers of rows in mixed graphs: few, since a padding row costs no more than its logits."""
+    return sorted({size for size in (32, 64, 128) if size < max_rows} | {max_rows})
+
+
+def token_ladder(max_rows: int, max_tokens: int) -> list[int]:
+    """Numbers of tokens in mixed graphs, for ticks of ``max_tokens``, or of all rows and a few more."""
+    most = min(max(max_tokens, max_rows + MIXED_TOKENS[0]), max(MIXED_TOKENS[-1], 2 * max_rows))
+    return [size for size in MIXED_TOKENS if size < most] + [most]
 
 
 class GraphPending(Pending):
@@ -67,13 +81,13 @@ class GraphRunner(ModelRunner):
         self,
         *,
         tune_seconds: float,
-        max_prefill: int,
+        max_tokens: int,
         pdl: bool,
         prefill_attention: Choice = "auto",
         only_largest: bool = False,
         report: Callable[[int, int], object] = lambda done, total: None,
     ) -> None:
-        """Choose kernels by measurement and capture the graphs. ``max_prefill`` bounds the mixed ladder,
+        """Choose kernels by measurement and capture the graphs. ``max_tokens`` of a tick bound the mixed ladder,
         ``pdl`` allows programmatic dependent launch, ``prefill_attention`` names what computes prompt attention
         or leaves it to measurement; ``only_largest`` captures just the graphs that decide
         how much memory is needed."""
@@ -83,10 +97,10 @@ class GraphRunner(ModelRunner):
         self._fused = FusedForward(self.model, self.cache, self._linears)
         self._decode_rows = decode_ladder(self.max_rows)
         self._mixed_rows = mixed_ladder(self.max_rows)
-        self._prefill_tokens = [size for size in PREFILL_TOKENS if size <= max_prefill] or [PREFILL_TOKENS[0]]
+        self._mixed_tokens = token_ladder(self.max_rows, max_tokens)
         if only_largest:
             self._decode_rows, self._mixed_rows = self._decode_rows[-1:], self._mixed_rows[-1:]
-            self._prefill_tokens = self._prefill_tokens[-1:]
+            self._mixed_tokens = self._mixed_tokens[-1:]
         self._max_kv = self.max_pages * PAGE_SIZE
         self._decode_config = default_config(device, config.head_dim)
         multiprocessors = cast(int, torch.cuda.get_device_properties(device).multi_processor_count)
@@ -108,8 +122,7 @@ class GraphRunner(ModelRunner):
 
     def _make_buffers(self) -> None:
         """Everything that graphs read from or write to at fixed addresses."""
-        device, most = self.device, self.max_rows + PREFILL_ROWS
-        tokens = self.max_rows + self._prefill_tokens[-1]
+        device, most = self.device, self.max_rows
         int32 = torch.int32
         # Decode rows' state.
         self._positions = torch.zeros(self.max_rows, dtype=int32, device=device)
@@ -124,10 +137,11 @@ class GraphRunner(ModelRunner):
         self._input_ids = torch.zeros(self.max_rows, dtype=torch.int64, device=device)
         self._token_inputs = torch.zeros(3, self.max_rows, dtype=int32, device=device)
         # Host side, two of each in turn: a copy may still be under way when the next tick is packed.
-        mixed = 3 * tokens + most * (self.max_pages + 2) + PREFILL_ROWS + 1
+        pinned = device.type == "cuda"
+        mixed = MixedParts.size(most, self._mixed_tokens[-1], self.max_pages)
         self._mixed_device = torch.zeros(mixed, dtype=int32, device=device)
         sizes = (self.max_rows * (1 + self.max_pages), 8 * most, mixed, 2 * most)
-        self._host = [[torch.zeros(size, dtype=int32, pin_memory=True) for size in sizes] for _ in range(2)]
+        self._host = [[torch.zeros(size, dtype=int32, pin_memory=pinned) for size in sizes] for _ in range(2)]
         self._turn = 0
         self._tables_of_rows = np.full((self.max_rows, self.max_pages), DUMMY_PAGE, dtype=np.int32)
         self._grown: set[int] = set()  # rows whose page table is newer than the device's
@@ -138,9 +152,9 @@ class GraphRunner(ModelRunner):
         self._sampling_graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
     @property
-    def prefill_sizes(self) -> list[int]:
-        """Prompt tokens that a mixed tick is padded to."""
-        return list(self._prefill_tokens)
+    def mixed_sizes(self) -> list[int]:
+        """Tokens that a tick with prompts is padded to."""
+        return list(self._mixed_tokens)
 
     @property
     def captured_batch_sizes(self) -> list[int]:
@@ -174,10 +188,10 @@ class GraphRunner(ModelRunner):
         else:
             self._steady = []
             decode = sum(row.count == 1 for row in rows)
-            prompt_tokens = sum(row.count for row in rows[decode:])
-            fits = prompt_tokens <= self._prefill_tokens[-1]
-            if fits and len(rows) - decode <= PREFILL_ROWS and not wants_prompt:
-                places = self._replay_mixed(rows, decode, prompt_tokens)
+            tokens = sum(row.count for row in rows)
+            fits = tokens <= self._mixed_tokens[-1] and len(rows) - decode <= PREFILL_ROWS
+            if fits and not wants_prompt:
+                places = self._replay_mixed(rows, decode, tokens)
             else:
                 places = self._eager(rows, samplers, pending)
         pending.places = places if decoding else [places[index] for index in samplers]
@@ -259,22 +273,21 @@ class GraphRunner(ModelRunner):
                 self._table[place].copy_(host[start : start + self.max_pages], non_blocking=True)
         self._grown.clear()
 
-    def _replay_mixed(self, rows: list[RowPlan], decode: int, prompt_tokens: int) -> list[int]:
+    def _replay_mixed(self, rows: list[RowPlan], decode: int, num_tokens: int) -> list[int]:
         """Pack a mixed tick into a graph's inputs and replay it. Returns the sampled row of each row."""
-        size = self._mixed_rows[bisect_left(self._mixed_rows, decode)]
-        tokens = self._prefill_tokens[bisect_left(self._prefill_tokens, prompt_tokens)]
+        size = self._mixed_rows[bisect_left(self._mixed_rows, len(rows))]
+        tokens = self._mixed_tokens[bisect_left(self._mixed_tokens, max(num_tokens, size))]
         host = self._host[self._turn][2]
-        parts = _MixedParts.of(host.numpy(), size, tokens, self.max_pages)
-        parts.fill(rows, decode, size, self._tables_of_rows)
+        parts = MixedParts.of(host.numpy(), size, tokens, self.max_pages)
+        parts.fill(rows, decode, self._tables_of_rows)
         self._mixed_device[: parts.total].copy_(host[: parts.total], non_blocking=True)
-        places = [*range(decode), *(size + index for index in range(len(rows) - decode))]
         self._bring_sampling(
-            [row.sequence for row in rows], [row.end for row in rows], places, size + PREFILL_ROWS,
+            [row.sequence for row in rows], [row.end for row in rows], range(len(rows)), size,
             [row.end == len(row.sequence.token_ids) + row.sequence.num_pending_tokens for row in rows],
         )  # fmt: skip
-        self._sampled_rows = size + PREFILL_ROWS
+        self._sampled_rows = size
         self._mixed_graphs[size, tokens].replay()
-        return places
+        return list(range(len(rows)))
 
     def _eager(self, rows: list[RowPlan], samplers: list[int], pending: GraphPending) -> list[int]:
         """The same kernels without a graph, for a tick that none holds."""
@@ -282,9 +295,13 @@ class GraphRunner(ModelRunner):
         plan = batch.attention
         decode = plan.num_decode
         inputs = TokenInputs(batch.input_ids, batch.positions.int(), batch.slots.int())
-        attend = self._attend(
-            decode, plan.page_table, plan.kv_lengths, plan.prefill_cu_q, plan.max_prefill_q, plan.max_kv
-        )
+        prompts = None
+        if len(rows) > decode:
+            prompts = _Prompts(
+                plan.page_table[decode:], plan.kv_lengths[decode:], plan.prefill_cu_q + decode,
+                plan.max_prefill_q, plan.max_kv,
+            )  # fmt: skip
+        attend = self._attend(plan.page_table[:decode], plan.kv_lengths[:decode], prompts)
         stream = self._fused.stream(inputs, attend)
         stream.settle()
         pending.prompt_logprobs = self._prompt_logprobs(
@@ -304,32 +321,28 @@ class GraphRunner(ModelRunner):
         return places
 
     def _attend(
-        self,
-        decode: int,
-        table: torch.Tensor,
-        kv_lengths: torch.Tensor,
-        cu_q: torch.Tensor | None,
-        max_q: int,
-        max_kv: int,
+        self, table: torch.Tensor, kv_lengths: torch.Tensor, prompts: _Prompts | None = None
     ) -> Attend:
-        """Attention of ``decode`` one-token rows and of the prefill rows behind them."""
+        """Attention of one-token rows and of the prompts behind them. Beside prompts, one-token rows of length
+        0 are padding, whose places may be prompt tokens'."""
+        decode = len(table)
 
         def attend(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> torch.Tensor:
-            out: list[torch.Tensor] = []
-            if decode:
-                out.append(
-                    paged_decode(
-                        q[:decode], k_pages, v_pages, table[:decode], kv_lengths[:decode], self._max_kv,
-                        config=self._decode_config, workspace=self._workspace,
-                    )
+            out = None
+            if prompts is not None:
+                out = self._prefill(
+                    q, k_pages, v_pages, prompts.table, prompts.kv_lengths, prompts.cu_q, prompts.max_q,
+                    prompts.max_kv,
                 )  # fmt: skip
-            if cu_q is not None and len(table) > decode:
-                out.append(
-                    self._prefill(
-                        q[decode:], k_pages, v_pages, table[decode:], kv_lengths[decode:], cu_q, max_q, max_kv
-                    )
-                )
-            return out[0] if len(out) == 1 else torch.cat(out)
+            if decode:
+                answer = paged_decode(
+                    q[:decode], k_pages, v_pages, table, kv_lengths, self._max_kv,
+                    config=self._decode_config, workspace=self._workspace,
+                    out=None if out is None else out[:decode],
+                )  # fmt: skip
+                out = answer if out is None else out
+            assert out is not None, "a tick without rows"
+            return out
 
         return attend
 
@@ -361,13 +374,13 @@ class GraphRunner(ModelRunner):
     # -- capture ----------------------------------------------------------------------------------
 
     def _sampling_sizes(self) -> list[int]:
-        return sorted({*self._decode_rows, *(size + PREFILL_ROWS for size in self._mixed_rows)})
+        return sorted({*self._decode_rows, *self._mixed_rows})
 
     def _capture_all(self, report: Callable[[int, int], object]) -> None:
         """Largest first: the smaller graphs then fit into the memory of the larger ones."""
         work: list[Callable[[], None]] = []
         for size in reversed(self._mixed_rows):
-            for tokens in reversed(self._prefill_tokens):
+            for tokens in reversed([tokens for tokens in self._mixed_tokens if tokens >= size]):
                 work.append(lambda size=size, tokens=tokens: self._capture_mixed(size, tokens))
         work += [lambda size=size: self._capture_decode(size) for size in reversed(self._decode_rows)]
         for size in reversed(self._sampling_sizes()):
@@ -391,7 +404,7 @@ class GraphRunner(ModelRunner):
         ids, inputs = self._input_ids[:size], self._token_inputs[:, :size]
         table = self._table[:size]
         kv_lengths = inputs[2]
-        attend = self._attend(size, table, kv_lengths, None, 0, 0)
+        attend = self._attend(table, kv_lengths)
 
         def step() -> None:
             begin_step(
@@ -404,17 +417,17 @@ class GraphRunner(ModelRunner):
         self._decode_graphs[size] = self._capture(step)
 
     def _capture_mixed(self, size: int, tokens: int) -> None:
-        parts = _MixedParts.of(self._mixed_device, size, tokens, self.max_pages)
-        parts.kv_lengths.fill_(1)
-        parts.cu_q.fill_(0)
-        attend = self._attend(size, parts.table, parts.kv_lengths, parts.cu_q, tokens, self._max_kv)
+        parts = MixedParts.of(self._mixed_device, size, tokens, self.max_pages)
+        parts.clear()
+        prompts = _Prompts(parts.table[size:], parts.kv_lengths[size:], parts.cu_q, tokens, self._max_kv)
+        attend = self._attend(parts.table[:size], parts.kv_lengths[:size], prompts)
 
         def step() -> None:
             ids = parts.ids.long()
             newest = self._last_tokens[(-1 - ids).clamp_(min=0)]
             ids = torch.where(ids < 0, newest, ids)
             stream = self._fused.stream(TokenInputs(ids, parts.positions, parts.slots), attend)
-            self._fused.logits_into(self._logits[: size + PREFILL_ROWS], stream, parts.logit_rows)
+            self._fused.logits_into(self._logits[:size], stream, parts.logit_rows)
 
         self._mixed_graphs[size, tokens] = self._capture(step)
 
@@ -431,61 +444,99 @@ class GraphRunner(ModelRunner):
 
 
 @dataclass(frozen=True, slots=True)
-class _MixedParts:
-    """The inputs of a mixed graph, parts of one int32 buffer: a numpy array on the host, where they are
-    filled in, or a tensor on the device."""
+class _Prompts:
+    """Prompt rows of a forward: where their chunks lie in it (``cu_q``), their pages and lengths."""
 
-    ids: Any  # [R + T]; -1 - batch row where the token is still on the device
-    positions: Any  # [R + T]
-    slots: Any  # [R + T]
-    kv_lengths: Any  # [R + PREFILL_ROWS]
-    cu_q: Any  # [PREFILL_ROWS + 1]
-    logit_rows: Any  # [R + PREFILL_ROWS]
-    table: Any  # [R + PREFILL_ROWS, pages]
+    table: torch.Tensor  # [prompts, pages]
+    kv_lengths: torch.Tensor  # [prompts]
+    cu_q: torch.Tensor  # [prompts + 1], from the first prompt's first token
+    max_q: int
+    max_kv: int
+
+
+@dataclass(frozen=True, slots=True)
+class MixedParts:
+    """The inputs of a mixed graph of R rows and T tokens, parts of one int32 buffer: a numpy array on the host,
+    where they are filled in, or a tensor on the device."""
+
+    ids: Any  # [T]; -1 - batch row where the token is still on the device
+    positions: Any  # [T]
+    slots: Any  # [T]
+    logit_rows: Any  # [R], of all rows
+    kv_lengths: Any  # [R + PREFILL_ROWS], of decoding rows, then of prompts
+    table: Any  # [R + PREFILL_ROWS, pages], likewise
+    cu_q: Any  # [PREFILL_ROWS + 1], of prompts
     total: int
 
     @staticmethod
-    def of(buffer: Any, decode_rows: int, prefill_tokens: int, pages: int) -> _MixedParts:
-        """Cut ``buffer`` for a graph of ``decode_rows`` and ``prefill_tokens``."""
-        tokens, rows = decode_rows + prefill_tokens, decode_rows + PREFILL_ROWS
+    def _sizes(rows: int, tokens: int, pages: int) -> tuple[int, ...]:
+        both = rows + PREFILL_ROWS
+        return tokens, tokens, tokens, rows, both, both * pages, PREFILL_ROWS + 1
+
+    @staticmethod
+    def size(rows: int, tokens: int, pages: int) -> int:
+        """Numbers in the buffer of a graph."""
+        return sum(MixedParts._sizes(rows, tokens, pages))
+
+    @staticmethod
+    def of(buffer: Any, rows: int, tokens: int, pages: int) -> MixedParts:
+        """Cut ``buffer`` for a graph."""
         parts: list[Any] = []
         at = 0
-        for size in (tokens, tokens, tokens, rows, PREFILL_ROWS + 1, rows, rows * pages):
+        for size in MixedParts._sizes(rows, tokens, pages):
             parts.append(buffer[at : at + size])
             at += size
-        parts[-1] = parts[-1].reshape(rows, pages)
-        return _MixedParts(*parts, total=at)
+        parts[5] = parts[5].reshape(-1, pages)
+        return MixedParts(*parts, total=at)
 
-    def fill(self, rows: list[RowPlan], decode: int, size: int, tables: np.ndarray) -> None:
-        """Write ``rows``, of which the first ``decode`` bring one token, into a graph of ``size`` decode
-        rows. Padding tokens write to the dummy page; padding rows read one of its tokens, or none."""
-        self.ids[:] = self.positions[:] = self.slots[:] = self.table[:] = 0
-        self.kv_lengths[:] = 1
-        self.cu_q[:] = 0
-        self.logit_rows[:] = 0
-        at = size
-        for index, row in enumerate(rows):
-            sequence, start, end = row.sequence, row.start, row.end
-            prompt = index - decode
-            place = index if prompt < 0 else size + prompt
-            first = index if prompt < 0 else at
-            last = first + row.count
-            known = sequence.token_ids[start:end]
-            self.ids[first:last] = known if len(known) == row.count else [-1 - sequence.row]
-            where = np.arange(start, end, dtype=np.int32)
-            self.positions[first:last] = where
-            table = tables[sequence.row]
-            if start < sequence.num_sealed_blocks * PAGE_SIZE:
-                pass  # the last token of a fully cached prompt: its shared page holds it, the dummy page takes it
-            else:
-                self.slots[first:last] = table[where // PAGE_SIZE] * PAGE_SIZE + where % PAGE_SIZE
-            used = pages_for(end)
-            self.table[place, :used] = table[:used]
-            self.kv_lengths[place] = end
-            self.logit_rows[place] = last - 1
-            if prompt >= 0:
-                self.cu_q[prompt + 1 :] = last - size
-                at = last
+    def clear(self) -> None:
+        """No rows. Padding tokens write to the dummy page; padding prompts have one key, decoding rows none."""
+        for part in (
+            self.ids,
+            self.positions,
+            self.slots,
+            self.logit_rows,
+            self.kv_lengths,
+            self.table,
+            self.cu_q,
+        ):
+            part[:] = 0
+        self.kv_lengths[-PREFILL_ROWS:] = 1
+
+    def fill(self, rows: list[RowPlan], decode: int, tables: np.ndarray) -> None:
+        """Write ``rows``, of which the first ``decode`` bring one token. ``tables`` are those of all batch
+        rows, by row."""
+        self.clear()
+        sequences = [row.sequence for row in rows]
+        pages = tables[[sequence.row for sequence in sequences]]
+        starts = np.array([row.start for row in rows], dtype=np.int32)
+        # A fully cached prompt's last token: its shared page holds it, the dummy page takes it.
+        sealed = np.array([sequence.num_sealed_blocks for sequence in sequences], dtype=np.int32) * PAGE_SIZE
+        self.ids[:decode] = [
+            sequence.token_ids[row.start] if row.start < len(sequence.token_ids) else -1 - sequence.row
+            for row, sequence in zip(rows[:decode], sequences, strict=False)
+        ]
+        begin = starts[:decode]
+        self.positions[:decode] = begin
+        slots = pages[np.arange(decode), begin // PAGE_SIZE] * PAGE_SIZE + begin % PAGE_SIZE
+        self.slots[:decode] = np.where(begin < sealed[:decode], 0, slots)
+        self.kv_lengths[:decode] = begin + 1
+        self.table[:decode] = pages[:decode]
+        self.logit_rows[:decode] = np.arange(decode)
+        at = decode
+        self.cu_q[:] = at
+        for index, row in enumerate(rows[decode:]):
+            last = at + row.count
+            where = np.arange(row.start, row.end, dtype=np.int32)
+            table = pages[decode + index]
+            self.ids[at:last] = row.sequence.token_ids[row.start : row.end]
+            self.positions[at:last] = where
+            self.slots[at:last] = table[where // PAGE_SIZE] * PAGE_SIZE + where % PAGE_SIZE
+            self.kv_lengths[len(self.logit_rows) + index] = row.end
+            self.table[len(self.logit_rows) + index] = table
+            self.cu_q[index + 1 :] = last
+            self.logit_rows[decode + index] = last - 1
+            at = last
 
 
 def _needs_plain_sampler(sequence: Sequence) -> bool:
