@@ -161,6 +161,7 @@ def warm_up(
         stage()
         report(number, len(stages))
     engine_log.setLevel(level)
+    engine.cost.keep_samples()
     engine.kv.clear()
     cache = engine.prefix_cache
     cache.query_tokens = cache.hit_tokens = cache.evictions = cache.expirations = 0
@@ -171,11 +172,13 @@ def warm_up(
 
 
 def _calibration(engine: Engine) -> list[int]:
-    """Prompt lengths whose times tell prompt tokens from attention: the padded sizes, and some long ones."""
+    """Prompt lengths whose times tell prompt tokens from attention: the padded sizes, and some whose last chunk
+    is of such a size behind a full one."""
     config = engine.config
     room = min((config.num_pages - 1) * PAGE_SIZE, config.max_model_len) - DECODE_STEPS
     sizes = engine.cost.sizes or [32, 64, 128, 256]
-    lengths = [*sizes, 2 * config.prefill_chunk_size]
+    behind = [size for size in sizes if size <= config.prefill_chunk_size][::-3]
+    lengths = [*sizes, *(config.prefill_chunk_size + size for size in behind)]
     return sorted({min(length, room) for length in lengths if length >= 32}) if room >= 32 else []
 
 
