@@ -196,7 +196,7 @@ class Comparison:
         """Wait for health, then the same requests for every server; none of them counts."""
         spec = server.spec
         if spec.name not in self.ready_seconds:
-            self.ready_seconds[spec.name] = run_loop(server.wait_ready())
+            self.wait_ready(server)
         target = Target(spec.base_url, spec.model, sampling={**SAMPLING, **spec.body})
         target = run_loop(prepare(target))
         self.server_versions[spec.name] = run_loop(version_of(spec.base_url))
@@ -258,11 +258,17 @@ class Comparison:
                 targets[servers[-1].spec.name] = self.warm(servers[-1])
             servers.append(server)
             if not together:
-                self.ready_seconds[spec.name] = run_loop(server.wait_ready())
+                self.wait_ready(server)
         for server in servers:
             if server.spec.name not in targets:
                 targets[server.spec.name] = self.warm(server)
         return servers, targets
+
+    def wait_ready(self, server: RunningServer) -> None:
+        """Wait, and note how long it took, unless the server was started before."""
+        seconds = run_loop(server.wait_ready())
+        if not server.attach:
+            self.ready_seconds[server.spec.name] = seconds
 
     def resident(self, logs: Path) -> None:
         """All servers up; each round asks them in turn, and every round another one begins."""

@@ -57,30 +57,35 @@ def merged(comparisons: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def targets_of(result: dict[str, Any], targets: list[dict[str, Any]]) -> list[list[str]]:
-    """Rows (workload, metric, target, reached, verdict) for the targets that the comparison speaks to."""
+    """Rows (workload, metric, target, then what each server beside the baseline reached, and whether that meets
+    it) for the targets that the comparison speaks to."""
     names, baseline = [server["name"] for server in result["servers"]], result["baseline"]
+    judged = [name for name in names if name != baseline]
     titles = {metric.path: (metric.title, metric.scale) for metric in METRICS}
     rows: list[list[str]] = []
     for workload, found in complete_rounds(result["rounds"], names).items():
         for target in targets:
             path = target["metric"]
-            if not found or not workload.startswith(target["workload"]) or baseline == names[0]:
+            if not found or not workload.startswith(target["workload"]):
                 continue
             if target.get("model", "") not in result["label"]:
                 continue
             relative = target.get("over_baseline", False)
-            pairs = [(lookup(one[names[0]], path), lookup(one[baseline], path)) for one in found]
-            values = [ours / theirs if relative else ours for ours, theirs in pairs if ours and theirs]
-            if not values:
-                continue
-            reached, most = statistics.median(values), "at_most" in target
+            most = "at_most" in target
             limit = target["at_most"] if most else target["at_least"]
-            met = reached <= limit if most else reached >= limit
             title, scale = titles.get(path, (path, 1.0))
             scale, unit = (1.0, f" x {baseline}") if relative else (scale, "")
-            sign = "at most" if most else "at least"
-            rows.append([workload, title, f"{sign} {scale * limit:.3g}{unit}", f"{scale * reached:.3g}{unit}",
-                         "met" if met else "missed"])  # fmt: skip
+            row = [workload, title, f"{'at most' if most else 'at least'} {scale * limit:.3g}{unit}"]
+            for name in judged:
+                pairs = [(lookup(one[name], path), lookup(one[baseline], path)) for one in found]
+                values = [ours / theirs if relative else ours for ours, theirs in pairs if ours and theirs]
+                if not values:
+                    row += ["-", "-"]
+                    continue
+                reached = statistics.median(values)
+                met = reached <= limit if most else reached >= limit
+                row += [f"{scale * reached:.3g}{unit}", "met" if met else "missed"]
+            rows.append(row)
     return rows
 
 
@@ -114,7 +119,7 @@ def comparison_section(result: dict[str, Any], figures: Path | None) -> list[str
     names = [server["name"] for server in result["servers"]]
     versions = ", ".join(f"{name} {version}" for name, version in result.get("server_versions", {}).items())
     lines = [f"### {result['label']}", "", hardware(result), ""]
-    ready = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result["ready_seconds"].items())
+    ready = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result["ready_seconds"].items()) or "-"
     resident = result["settings"]["resident"]
     lines += [
         f"Servers on the card: {resident}; sittings: {result['sittings']}; healthy after {ready}; {versions}."
@@ -122,7 +127,10 @@ def comparison_section(result: dict[str, Any], figures: Path | None) -> list[str
     lines += ["", table(result["rounds"], names, result["baseline"]), ""]
     targets: list[dict[str, Any]] = tomllib.loads(TARGETS.read_text(encoding="utf-8"))["targets"]
     if rows := targets_of(result, targets):
-        lines += markdown_table(["workload", "metric", "target", "reached", ""], rows)
+        judged = [name for name in names if name != result["baseline"]]
+        head = ["reached"] if len(judged) == 1 else judged
+        columns = [column for name in head for column in (name, "")]
+        lines += markdown_table(["workload", "metric", "target", *columns], rows)
     lines += ["Commands:", ""]
     commands = [
         f"# {server['name']}\n{server['command']}" for server in result["servers"] if server["command"]

@@ -85,6 +85,20 @@ def test_stream_with_echo_and_logprobs_equals_the_body(server: Server) -> None:
     assert events[-2]["usage"]["completion_tokens"] > 0
 
 
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 1}, {"echo": True}])
+def test_every_token_has_a_chunk(server: Server, fields: dict[str, Any]) -> None:
+    """A byte of an unfinished character has no text yet. Without a chunk of its own, a client would see a gap of
+    two steps; with half a character in it, it would see rubbish."""
+    server.say("a🚀é")
+    body = {"prompt": "The cat", "stream_options": {"include_usage": True}, **fields}
+    events = asyncio.run(server.events(PATH, body))
+    texts = [event["choices"][0]["text"] for event in events[:-2]]
+    assert "".join(texts).endswith("a🚀é")
+    assert len(texts) == events[-2]["usage"]["completion_tokens"] == 1 + 4 + 2 + 1  # bytes, and the end
+    assert texts[1:4] == ["", "", ""]
+    assert texts[4] == "🚀"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -143,6 +143,19 @@ def test_targets_are_held_against_the_rounds():
     ]
 
 
+def test_every_server_beside_the_baseline_is_held_against_the_targets():
+    """Would catch a third server's numbers under the first one's name."""
+    made = comparison()
+    made["servers"].insert(1, {"name": "other", "command": None})
+    for entry in [one for one in made["rounds"] if one["server"] == "helios"]:
+        aggregates = entry["aggregates"] | {"output_tokens_per_second": 400}
+        made["rounds"].append(entry | {"server": "other", "aggregates": aggregates, "ticks": None})
+    target = {"workload": "offline256", "metric": "output_tokens_per_second", "at_least": 150}
+    assert targets_of(made, [target]) == [
+        ["offline256", "output tokens/s", "at least 150", "100", "missed", "400", "met"]
+    ]
+
+
 def test_offline_stands_beside_http():
     alone = {"label": "h200-0.6b", "workload": "offline256", "output_tokens_per_second": {"p50": 125.0}}
     lines = http_section([alone], [comparison()])

@@ -17,7 +17,7 @@ sys.path.insert(0, str(TOOLS))
 import train  # noqa: E402
 from data import DEMO_MODEL, TRAINED, Encoder, make_batch, render  # noqa: E402
 from dialogues import SKILLS, Dialogue, Gen, base, draw, text_skills, words  # noqa: E402
-from dialogues.qa import ENTRIES, qa, unknown  # noqa: E402
+from dialogues.qa import ENTRIES, REWORDINGS, ask, plain, qa, unknown  # noqa: E402
 from dialogues.recall import recall  # noqa: E402
 from evaluate import held_out_set  # noqa: E402
 from export import write_folder  # noqa: E402
@@ -117,18 +117,37 @@ def test_evaluation_contents_are_disjoint_from_training() -> None:
     assert not corpus_words & set(words.HELD_OUT_WORDS)
 
 
-def _plain(text: str) -> str:
-    return text.lower().rstrip("?.!")
-
-
 def test_questions_are_unambiguous() -> None:
     """One wording with two answers cannot be learned, and a held-out wording must not be a trained one."""
     owner: dict[str, int] = {}
     for i, entry in enumerate(ENTRIES):
         for text in entry.subjects + entry.questions + entry.held_out:
-            assert owner.setdefault(_plain(text), i) == i, text
-        assert not {_plain(text) for text in entry.questions} & {_plain(text) for text in entry.held_out}
+            assert owner.setdefault(plain(text), i) == i, text
+        assert not {plain(text) for text in entry.questions} & {plain(text) for text in entry.held_out}
     assert "Why does a KV cache speed up decoding?" in {q for entry in ENTRIES for q in entry.questions}
+
+
+def test_held_out_questions_stay_held_out_when_questions_are_reworded() -> None:
+    """A trained question in another form may be the very wording that the evaluation asks."""
+    held_out = {plain(text) for entry in ENTRIES for text in entry.held_out}
+    trained = {plain(ask(Gen(f"{i}-{k}"), entry)) for i, entry in enumerate(ENTRIES) for k in range(60)}
+    assert not trained & held_out
+    for form, others in REWORDINGS:
+        assert any(form.fullmatch(question) for entry in ENTRIES for question in entry.questions), form
+        assert all(other.count("{}") == form.groups for other in others)
+
+
+def test_control_tokens_are_refused_in_texts(tokenizer: Tokenizer) -> None:
+    """An answer that spells <|im_end|> ends there when it is served, and its rest is never said."""
+    for token in tokenizer.get_added_tokens_decoder().values():
+        for dialogue in (
+            Dialogue("qa", [{"role": "user", "content": "Stop?"}], f"With {token.content}."),
+            Dialogue("qa", [{"role": "user", "content": f"What is {token.content}?"}], "A token."),
+        ):
+            with pytest.raises(ValueError, match="in the text of a qa dialogue"):
+                render(dialogue)
+    for entry in ENTRIES:
+        render(Dialogue("qa", [{"role": "user", "content": "?"}], entry.answer))
 
 
 def test_answers_are_right() -> None:

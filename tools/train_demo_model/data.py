@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import re
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -30,6 +31,8 @@ _TOOLS_TAIL = (
     '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, '
     '"arguments": <args-json-object>}\n</tool_call>'
 )
+# The tokenizer's added tokens, spelled out: in a dialogue's own text they would become control tokens.
+_CONTROL = re.compile(r"<\|[a-z_]+\|>|</?(?:think|tool_call|tool_response)>")
 _EMPTY_THINK = "<think>\n\n</think>\n\n"
 
 
@@ -51,7 +54,13 @@ def _calls(tool_calls: list[dict[str, Any]]) -> str:
 
 
 def render(dialogue: Dialogue) -> list[Piece]:
-    """What Qwen3's chat template makes of the dialogue (chat_template.jinja; a test compares the two)."""
+    """What Qwen3's chat template makes of the dialogue (chat_template.jinja; a test compares the two).
+
+    ValueError where a text spells a control token: the model would learn to end its answer there.
+    """
+    for text in (dialogue.answer, dialogue.thought, *(m["content"] for m in dialogue.messages)):
+        if "<" in text and (found := _CONTROL.search(text)):
+            raise ValueError(f"{found.group()} in the text of a {dialogue.skill} dialogue: {text}")
     if dialogue.raw:
         return [
             Piece(dialogue.messages[0]["content"]),

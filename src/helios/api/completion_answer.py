@@ -109,11 +109,13 @@ class CompletionAnswer:
         return b"".join([self._chunk(choice, event) for choice, event in events])
 
     def _chunk(self, choice: int, event: TokenEvent) -> bytes:
-        if self._plain and event.text and event.finish_reason is None and self._started[choice]:
+        # A token whose text waits for the bytes of the next one has a chunk too: clients that time chunks, and
+        # those that show progress, see every token when it comes.
+        if self._plain and event.token_ids and event.finish_reason is None and self._started[choice]:
             return self._plain_heads[choice] + to_json(event.text) + _PLAIN_TAIL
         text = self._take(choice, event)
         finish = self._finish(event)
-        if not text and finish is None and not event.logprobs:
+        if not text and finish is None and (self._options.hide_output or not event.token_ids):
             return b""
         logprobs = b"null"
         if self._logprobs:

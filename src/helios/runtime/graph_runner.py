@@ -40,9 +40,9 @@ from helios.runtime.runner import ForwardClock, ModelRunner, Pending, spread_log
 from helios.runtime.sampler import SampledTokens, SamplingTensors, has_filter
 
 PREFILL_ROWS = 32  # prompts in one mixed graph
-# Tokens of mixed graphs. A product of matrices takes as long for all numbers of rows that need as many rounds of
-# tiles: on an H200, 320 rows of a 4B model take longer than 384, and 2,560 as long as 2,688. These are sizes
-# after which the next round begins.
+# Tokens of mixed graphs. The time of a matrix product grows in steps, by rounds of tiles over the multiprocessors;
+# a size just above a step can take longer than the next larger one that fills its round. These fill theirs on an
+# H200, for the shapes of a 4B model.
 MIXED_TOKENS = (
     64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280,
     1536, 1792, 2048, 2240, 2496, 2816, 3072, 3456, 4096,
@@ -58,7 +58,7 @@ def decode_ladder(max_rows: int) -> list[int]:
 
 def mixed_ladder(max_rows: int) -> list[int]:
     """Numbers of rows in mixed graphs: few, since a padding row costs no more than its logits."""
-    return sorted({size for size in (32, 64, 128) if size < max_rows} | {max_rows})
+    return [64, max_rows] if max_rows > 64 else [max_rows]
 
 
 def token_ladder(max_rows: int, max_tokens: int) -> list[int]:

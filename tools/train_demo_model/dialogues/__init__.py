@@ -43,9 +43,9 @@ DIALOGUE_SKILLS: dict[str, Callable[[Gen], Dialogue]] = {
 
 # Share of dialogues, in per cent. "continue" is plain text without the chat format.
 MIX = {
-    "qa": 18, "unknown": 6, "count": 4, "echo": 6, "unicode": 5, "reverse": 8, "spell": 6, "sort": 5,
-    "arithmetic": 4, "alphabet": 2, "recall": 8, "memory": 5, "style": 7, "tools": 8, "json": 3,
-    "thinking": 3, "continue": 2,
+    "qa": 22, "unknown": 7, "count": 4, "echo": 6, "unicode": 4, "reverse": 10, "spell": 6, "sort": 4,
+    "arithmetic": 3, "alphabet": 2, "recall": 6, "memory": 4, "style": 8, "tools": 8, "json": 2,
+    "thinking": 2, "continue": 2,
 }
 SKILLS = tuple(MIX)
 

@@ -112,20 +112,25 @@ def memory(g: Gen) -> Dialogue:
 _CAPITALS = (
     "Always answer in capital letters.", "Answer in capital letters only.",
     "Write everything in capital letters.", "You always write in upper case.", "Reply in all caps.",
-    "Answer only in upper case.", "Use only capital letters.", "Respond in capital letters.",
+    "Answer only in upper case.", "Use only capital letters.", "Respond only in upper case.",
+    "Use capital letters for every answer.",
+    "Respond in capital letters.",
 )
 _BEGINS = (
     "Begin every reply with {}", "Start every answer with {}", "Always begin your answers with {}",
-    "Begin each answer with: {}", "Start each reply with the word {}", "Every answer must begin with {}",
+    "Begin each answer with: {}", "Start each reply with the word {}", "Each reply must begin with {}",
+    "Begin all of your answers with the word {}", "Every answer must begin with {}",
 )
 _ENDS = (
     "End every answer with the word {}.", "End every reply with {}.", "Always end your answers with {}.",
-    "Finish every answer with the word {}.", "Each reply must end with {}.",
+    "Finish every answer with the word {}.", "Each reply must end with {}.", "Close every answer with {}.",
+    "All of your answers must end with {}.",
     "End each answer with the word {}.",
 )
 _YES_NO = (
     "Answer only with yes or no.", "Answer with yes or no.", "Reply only with yes or no.",
-    "Only say yes or no.", "You may only answer yes or no.", "Answer with yes or no only.",
+    "Only say yes or no.", "You may only answer yes or no.", "Answer yes or no.",
+    "Use only yes or no as the answer.", "Answer with yes or no only.",
 )
 _PERSONA = (
     "Your name is {}.", "You are {}.", "You are {}, a helpful assistant.", "You are an assistant called {}.",

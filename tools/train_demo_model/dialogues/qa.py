@@ -2,6 +2,7 @@
 
 # fmt: off
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,10 @@ DEFINITION_WORDINGS = (
     "How would you explain {}?", "Do you know what {} is?", "Explain briefly: {}",
     "What does the term {} mean?", "Please tell me what {} is.", "Say something about {}.",
     "What is {} in inference?", "What is {} in LLM serving?", "I have heard of {}. What is it?",
-    "Teach me about {}.", "Help me understand {}.",
+    "Teach me about {}.", "Help me understand {}.", "What do you mean by {}?", "What does {} refer to?",
+    "Give me the definition of {}.", "Describe {} to me.", "Please explain {} to me.", "Tell me more about {}.",
+    "Can you say what {} is?", "Could you describe {}?", "I would like to know what {} is.",
+    "What is your explanation of {}?",
 )
 NEW_DEFINITION_WORDINGS = (
     "Could you tell me what {} is?", "Please describe {}.", "What would you say {} is?",
@@ -30,6 +34,50 @@ NEW_DEFINITION_WORDINGS = (
 PREFIXES = (
     "Hi! ", "Hello, ", "Please tell me: ", "Quick question: ", "A question: ", "Hey, ", "Question: ",
     "Now tell me: ", "OK. ",
+)
+# Trained questions of the form on the left are also asked in the forms on the right, so that a wording that
+# is new to one answer is not new to the model.
+REWORDINGS: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = tuple(
+    (re.compile(form), others)
+    for form, others in (
+        (
+            r"How (?:do|can) I (.*)\?",
+            (
+                "How can I {}?", "How would I {}?", "How does one {}?", "Tell me how to {}.", "How could I {}?",
+                "What do I have to do to {}?", "I want to {}. How?", "How do I {}?",
+            ),
+        ),
+        (
+            r"What does (.*) do\?",
+            (
+                "What is the job of {}?", "What is the task of {}?", "What is {} there for?",
+                "What role does {} have?", "What is the purpose of {}?", "What is {} for?", "What is {} used for?",
+            ),
+        ),
+        (
+            r"What does (.*) (?:mean|stand for|measure)\?",
+            ("What is meant by {}?", "What is {} short for?", "What do people mean by {}?", "Meaning of {}?"),
+        ),
+        (
+            r"What happens (?:during|in) (.*)\?",
+            ("What is done in {}?", "What goes on in {}?", "What takes place in {}?", "What is done during {}?"),
+        ),
+        (
+            r"How does (.*) work\?",
+            ("How does {} function?", "Explain how {} works.", "In what way does {} work?", "Tell me how {} works."),
+        ),
+        (
+            r"What is the difference between (.*) and (.*)\?",
+            (
+                "How do {} and {} differ?", "What distinguishes {} from {}?", "How does {} differ from {}?",
+                "Compare {} with {}.", "{} or {}: what is the difference?",
+            ),
+        ),
+        (
+            r"Which (.*) does (.*) (\w+)\?",
+            ("What {} does {} {}?", "Tell me which {} {} can {}."),
+        ),
+    )
 )
 SUFFIXES = (
     " Thanks!", " Keep it short.", " Answer briefly.", " Please answer in one or two sentences.",
@@ -68,6 +116,25 @@ def load_entries() -> list[Entry]:
 
 
 ENTRIES = load_entries()
+
+
+def plain(text: str) -> str:
+    """A question without case and final mark: what makes two wordings the same."""
+    return text.lower().rstrip("?.!")
+
+
+_HELD_OUT = frozenset(plain(text) for entry in ENTRIES for text in entry.held_out)
+# Every wording that an entry has already.
+_TAKEN = frozenset(plain(text) for entry in ENTRIES for text in entry.subjects + entry.questions + entry.held_out)
+
+
+def reword(g: Gen, text: str) -> str:
+    """The question in another form of the same meaning, unless some entry has that wording already."""
+    for form, others in REWORDINGS:
+        if match := form.fullmatch(text):
+            other = g.pick(others).format(*match.groups())
+            return text if plain(other) in _TAKEN else other[0].upper() + other[1:]
+    return text
 
 
 def typo(g: Gen, text: str) -> str:
@@ -111,9 +178,14 @@ def ask(g: Gen, entry: Entry) -> str:
         if entry.held_out and (not entry.subjects or g.chance(0.5)):
             return g.pick(entry.held_out)
         return _fill(g, NEW_DEFINITION_WORDINGS, entry)
-    if entry.subjects and (not entry.questions or g.chance(0.6)):
-        return roughen(g, _fill(g, DEFINITION_WORDINGS, entry))
-    return roughen(g, g.pick(entry.questions))
+    while True:
+        if entry.subjects and (not entry.questions or g.chance(0.6)):
+            text = roughen(g, _fill(g, DEFINITION_WORDINGS, entry))
+        else:
+            question = g.pick(entry.questions)
+            text = roughen(g, reword(g, question) if g.chance(0.4) else question)
+        if plain(text) not in _HELD_OUT:
+            return text
 
 
 def _fill(g: Gen, wordings: tuple[str, ...], entry: Entry) -> str:
@@ -148,12 +220,33 @@ UNKNOWN_WORDINGS = (
     "What does a {job} do?", "How much does a {job} earn?", "Sing a song for {name}.",
     "Summarize the news of {year}.", "Give me advice about my {noun}.", "Where can I buy a {noun}?",
     "Why is the sky blue?", "Draw a {animal}.", "What is the history of {city}?",
-    "Who painted the {adjective} {noun}?", "Fix my {noun}.",
+    "Who painted the {adjective} {noun}?", "Fix my {noun}.", "Where do {animal}s live?", "Where is {city}?",
+    "Where does the {noun} go?", "Where do I find {food}?", "Where does {name} {last} live?",
+    "When does the {noun} open?", "When is {food} ready?", "Why do people eat {food}?",
+    "Where was the first {noun} made?", "From where do we get {nature}?", "How is {food} made?",
+    "What is {food} made of?", "What is the smallest {animal}?", "What is the {superlative} {thing} in {city}?",
+    "What is the {superlative} {thing} in {country}?", "Which is the {superlative} {thing} of {country}?",
+    "Name the {superlative} {thing} in {country}.", "Is {city} the {superlative} {thing} of {country}?",
+    "How many {animal}s are there?", "How old is the {noun}?", "How old is {city}?", "How old can a {animal} get?",
+    "How big is the {noun}?", "How fast is a {animal}?", "How much does a {noun} weigh?",
+    "Is a {noun} heavier than a {noun2}?", "Is {city} bigger than {city2}?", "Is a {animal} faster than a {animal2}?",
+    "Are {animal}s {adjective}?", "Who made the {adjective} {noun}?", "Who was {name} {last}?",
+    "Who built {city}?", "Who lives in {city}?", "Write an article about the {noun}.", "Write a speech for {name}.",
+    "Write about {nature}.", "Write a report on {science}.", "Compose a poem for {name} about {nature}.",
+    "Invent a story about {name} and a {animal}.", "What is the opposite of {adjective}?",
+    "Does {name} like {food}?", "Did {name} {last} win in {year}?", "Which {noun} is the best?",
+    "Which {food} tastes best with {food2}?", "Show me a picture of a {animal}.", "What happens if I eat {food}?",
+    "Compare {city} and {city2}.", "What do you think about {science}?", "Who teaches {science}?",
+    "Give me facts about {country}.", "Which river flows through {city}?", "What is the currency of {country}?",
+    "What do {job}s wear?", "Buy me a {noun}.", "What is {city} famous for?", "When was the {noun} invented?",
 )
+SUPERLATIVES = ("tallest", "oldest", "smallest", "longest", "highest", "richest", "nicest", "most famous", "largest")
+THINGS = ("building", "river", "mountain", "street", "bridge", "school", "lake", "island", "museum", "town", "forest")
 NEW_UNKNOWN_WORDINGS = (
     "Where does {food} come from?", "Who built the {noun} of {city}?",
     "Is a {animal} bigger than a {animal2}?", "Write an essay about {science}.", "How old is {name} {last}?",
-    "What is the largest city in {country}?",
+    "What is the largest city in {country}?", "Who discovered {science}?", "What colour is a {noun}?",
+    "Do {animal}s sleep at night?", "How do I clean a {noun}?",
 )
 SCIENCES = """physics|chemistry|biology|photosynthesis|gravity|economics|philosophy|astronomy|history|music
 algebra|geometry|genetics|evolution|volcanoes|electricity|magnetism|medicine|law|politics|football|tennis|chess|cooking
@@ -166,7 +259,8 @@ def unknown(g: Gen) -> Turn:
     """A question outside the model's knowledge, answered with a pointer to a real model."""
     wordings = NEW_UNKNOWN_WORDINGS if g.evaluation else UNKNOWN_WORDINGS
     text = g.pick(wordings).format(
-        noun=g.pick(words.NOUNS), city=g.pick(words.CITIES),
+        noun=g.pick(words.NOUNS), noun2=g.pick(words.NOUNS), city=g.pick(words.CITIES),
+        superlative=g.pick(SUPERLATIVES), thing=g.pick(THINGS),
         city2=g.pick(words.CITIES),
         animal=g.pick(words.ANIMALS),
         animal2=g.pick(words.ANIMALS),

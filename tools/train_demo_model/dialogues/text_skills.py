@@ -19,7 +19,9 @@ def count(g: Gen) -> Turn:
                 f"How many letters are in {word}?", f"How many letters are in the word {word}?",
                 f"Count the letters in {word}", f'Count the letters of "{word}".',
                 f"How many letters does {word} have?", f"Letter count of {word}?",
-                f"How long is the word {word}?", f"Please count the letters in the word {word}.",
+                f"How long is the word {word}?", f"Please count the letters of {word}.",
+                f"Please tell me how many letters {word} has.",
+                f"Please count the letters in the word {word}.",
             )
         )
         return Turn(asked, f"{'-'.join(word)}: {len(word)} letters", thought, by_letter=True)
@@ -30,7 +32,8 @@ def count(g: Gen) -> Turn:
             (
                 f"How many words are in this text: {shown}", f"Count the words: {shown}",
                 f"How many words are here? {shown}", f'How many words are in "{shown}"?',
-                f"Count the words in: {shown}", f"Please count the words in this text: {shown}",
+                f"Count the words in: {shown}", f"Please count the words: {shown}",
+                f"Count the words in this text: {shown}", f"Please count the words in this text: {shown}",
             )
         )
         return Turn(
@@ -46,6 +49,8 @@ def count(g: Gen) -> Turn:
             f"Can you count to {last}?", f"count to {last}", f"Count from 1 to {last}.",
             f"Count from one to {last}", f"List the numbers from 1 to {last}.",
             f"Write the numbers 1 to {last}.", f"I want you to count to {last}.",
+            f"Could you count to {last}?",
+            f"Can you please count to {last}?",
             f"Could you please count up to {last}?",
         )
     elif kind == "down":
@@ -65,6 +70,8 @@ def count(g: Gen) -> Turn:
             f"Please count from {first} to {last}.", f"List the numbers from {first} to {last}.",
             f"count from {first} to {last}", f"Write the numbers {first} to {last}.",
             f"Count up from {first} to {last}.", f"Can you count from {first} to {last}?",
+            f"Start with {first} and count up to {last}.", f"Starting at {first}, count to {last}.",
+            f"Begin at {first} and go up to {last}.", f"Begin with {first} and count to {last}",
             f"Start at {first} and count to {last}.",
         )
     else:
@@ -74,6 +81,8 @@ def count(g: Gen) -> Turn:
         options = (
             f"Count by {name} to {last}", f"Count by {name} to {last}.", f"Count in {name} up to {last}.",
             f"Count to {last} by {name}.", f"Please count by {name} up to {last}.",
+            f"Count up to {last} in {name}.", f"Count by {step} up to {last}.", f"Count to {last} in {name}.",
+            f"In steps of {step}, count to {last}.", f"Please count up to {last} in steps of {step}.",
             f"Count in steps of {step} to {last}.", f"Count to {last} in steps of {step}.",
         )
     return Turn(
@@ -93,7 +102,9 @@ def _echo_request(g: Gen, text: str) -> str:
             f"Write this again: {text}", f"Reply with exactly this text: {text}",
             f"Say {text}" if text.replace(" ", "").isalpha() else f"Say this: {text}",
             f"echo {text}", f"Print: {text}", f"Repeat exactly this text and nothing else: {text}",
-            f'Repeat exactly: "{text}"', f"Please echo this text: {text}",
+            f'Repeat exactly: "{text}"', f"Please echo: {text}", f"Echo this text: {text}",
+            f"Please say this text: {text}", f"Please copy: {text}", f"Could you repeat this text: {text}",
+            f"Please repeat: {text}", f"Echo the text: {text}", f"Please echo this text: {text}",
         )
     )
 
@@ -105,7 +116,9 @@ def echo(g: Gen) -> Turn:
         options = (
             f"Repeat the word {word} {times} times.", f"Say {word} {times} times",
             f"Write {word} {times} times.", f'Repeat "{word}" {times} times',
-            f"Say the word {word} {times} times.", f"Please repeat {word} {times} times.",
+            f"Say the word {word} {times} times.", f"Please say {word} {times} times.",
+            f"Please write {word} {times} times", f"Repeat {word} {times} times.",
+            f"Please repeat {word} {times} times.",
         )
         return Turn(g.wording(options), " ".join([word] * times), "I have to repeat a word.")
     text = g.fresh("echo", g.text)
@@ -122,14 +135,16 @@ def unicode_echo(g: Gen) -> Turn:
 
 def reverse(g: Gen) -> Turn:
     """Reverse a word by letters, or a list by items."""
-    if g.chance(0.6):
+    if g.chance(0.6 if g.evaluation else 0.75):  # words are harder than lists: practise them more
         word = g.letters_word("reverse")
         options = (
             f"Reverse the word {word}", f"Reverse the word {word}.", f'Reverse the word "{word}".',
             f"Reverse {word}", f"Spell {word} backwards.", f"Write {word} backwards.",
             f"What is {word} backwards?", f"What is {word} reversed?", f"Reverse this word: {word}",
             f"reverse: {word}", f"Please reverse the word {word}.", f'Write the word "{word}" backwards.',
-            f"Reverse the letters of {word}.", f"Can you reverse the word {word}?",
+            f"Reverse the letters of {word}.", f"Can you reverse {word}?",
+            f"Could you reverse the word {word}?", f"Can you write the word {word} backwards?",
+            f"Turn the word {word} around.", f"Can you reverse the word {word}?",
         )
         return Turn(g.wording(options), word[::-1], "I have to reverse the letters.", by_letter=True)
     items = g.fresh("reverse-list", lambda: _items(g, g.number(2, 8)))
@@ -138,7 +153,9 @@ def reverse(g: Gen) -> Turn:
         f"Reverse this list: {shown}", f"Reverse the list: {shown}", f"Reverse the list {shown}",
         f"Write this list backwards: {shown}", f"Reverse the order of: {shown}",
         f"Reverse the order of this list: {shown}", f"Give me this list in reverse order: {shown}",
-        f"Please reverse this list: {shown}", f"Put this list in reverse order: {shown}",
+        f"Please reverse this list: {shown}", f"Put these in reverse order: {shown}",
+        f"Turn this list around: {shown}", f"Reverse these: {shown}",
+        f"Put the following list backwards: {shown}", f"Put this list in reverse order: {shown}",
     )
     return Turn(g.wording(options), ", ".join(items[::-1]), "I have to reverse the list.")
 
@@ -162,6 +179,7 @@ def spell(g: Gen) -> Turn:
         f'Spell the word "{word}".', f"How do you spell {word}?", f"How is {word} spelled?",
         f"Please spell {word}.", f"Can you spell {word}?", f"spell: {word}",
         f"Spell {word} letter by letter.", f"Spell out the word {word}.", f"How do I spell {word}?",
+        f"Could you spell {word}?", f"Can you spell the word {word}?", f"Could you please spell {word}?",
         f"Could you spell the word {word}?",
     )
     return Turn(g.wording(options), "-".join(word), "I have to spell the word.", by_letter=True)
@@ -188,6 +206,8 @@ def sort(g: Gen) -> Turn:
                 f"Please sort these numbers: {shown}", f"Sort the list {shown}",
                 f"Put these numbers in order: {shown}",
                 f"Sort these numbers from smallest to largest: {shown}",
+                f"Can you sort this list? {shown}", f"Could you sort these numbers? {shown}",
+                f"Can you put these numbers in order? {shown}",
                 f"Can you sort these numbers? {shown}",
             )
         return Turn(
@@ -203,7 +223,9 @@ def sort(g: Gen) -> Turn:
         f"Sort alphabetically: {shown}", f"Sort: {shown}", f"Sort this list: {shown}",
         f"Put these words in alphabetical order: {shown}", f"Sort these words in alphabetical order: {shown}",
         f"Please sort this list of words: {shown}", f"Sort the words {shown}",
-        f"Sort this list alphabetically: {shown}", f"Can you sort these words? {shown}",
+        f"Sort this list alphabetically: {shown}", f"Please sort these words: {shown}",
+        f"Can you put these words in order? {shown}", f"Could you sort these words? {shown}",
+        f"Can you sort this list of words? {shown}", f"Can you sort these words? {shown}",
     )
     return Turn(g.wording(options), ", ".join(sorted(items)), "I have to sort the list.")
 
@@ -230,7 +252,8 @@ def arithmetic(g: Gen) -> Turn:
         options = (
             f"What is {a} + {b}?", f"What is {a} plus {b}?", f"{a} + {b}", f"{a}+{b}", f"{a} + {b} = ?",
             f"Add {a} and {b}.", f"{a} plus {b}", f"Calculate {a} + {b}.", f"What's {a} + {b}?",
-            f"How much is {a} + {b}?", f"What is the sum of {a} and {b}?", f"{a}+{b}=", f"Compute {a} + {b}",
+            f"How much is {a} + {b}?", f"Please add {a} to {b}.", f"What is {a} and {b} added?",
+            f"What is the sum of {a} and {b}?", f"{a}+{b}=", f"Compute {a} + {b}",
             f"What does {a} + {b} equal?", f"Please add {a} and {b}.", f"How much is {a} plus {b}?",
         )
         return Turn(g.wording(options), f"{a} + {b} = {a + b}", _addition_thought(a, b))
@@ -238,7 +261,8 @@ def arithmetic(g: Gen) -> Turn:
     options = (
         f"What is {a} - {b}?", f"What is {a} minus {b}?", f"{a} - {b}", f"{a}-{b}", f"{a} - {b} = ?",
         f"Subtract {b} from {a}.", f"Calculate {a} - {b}.", f"What's {a} - {b}?", f"How much is {a} - {b}?",
-        f"{a} minus {b}", f"How much is {a} minus {b}?",
+        f"{a} minus {b}", f"Please subtract {b} from {a}.", f"Compute {a} - {b}",
+        f"How much do I get for {a} minus {b}?", f"How much is {a} minus {b}?",
     )
     return Turn(g.wording(options), f"{a} - {b} = {a - b}", f"{a} minus {b} leaves {a - b}.")
 
@@ -263,7 +287,9 @@ def alphabet(g: Gen) -> Turn:
         plural = f"{wanted} letter" + "s" * (wanted > 1)
         options = (
             f"Give me the next {plural}: {shown}", f"Continue the alphabet with {plural}: {shown}",
-            f"What are the next {plural} after {shown}?",
+            f"What are the next {plural} after {shown}?", f"Tell me the next {plural}: {shown}",
+            f"What comes next? Give me {plural}: {shown}", f"Which are the next {plural}? {shown}",
+            f"{shown}: what are the next {plural}?",
             f"Write the next {plural} of the alphabet after {shown}", f"Which {plural} come next? {shown}",
         )
         return Turn(g.wording(options), ", ".join(letters[end : end + wanted]), thought)
@@ -271,7 +297,9 @@ def alphabet(g: Gen) -> Turn:
         letter = letters[end - 1]
         options = (
             f"Which letter comes after {letter}?", f"What letter comes after {letter}?",
-            f"What comes after {letter} in the alphabet?", f"Which letter follows {letter}?",
+            f"What comes after {letter} in the alphabet?", f"What is the next letter after {letter}?",
+            f"Tell me the letter after {letter}.", f"Which letter is after {letter}?",
+            f"Name the letter that follows {letter}.", f"Which letter follows {letter}?",
             f"What is the letter after {letter}?",
         )
         return Turn(g.wording(options), letters[end], thought)
@@ -279,6 +307,9 @@ def alphabet(g: Gen) -> Turn:
         f"Continue the alphabet: {shown}", f"Continue: {shown}", f"Continue the alphabet from {shown}",
         f"Continue the alphabet: {shown} ...", f"Finish the alphabet: {shown}",
         f"Go on with the alphabet: {shown}", f"Please continue the alphabet: {shown}",
-        f"Complete the alphabet: {shown}", f"Please finish the alphabet: {shown}",
+        f"Complete the alphabet: {shown}", f"Please complete the alphabet: {shown}",
+        f"Can you continue the alphabet? {shown}", f"Please go on with the alphabet: {shown}",
+        f"Please write the rest of the alphabet: {shown}", f"Finish: {shown}",
+        f"Please finish the alphabet: {shown}",
     )
     return Turn(g.wording(options), ", ".join(letters[end:]), thought)

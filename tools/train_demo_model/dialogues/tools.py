@@ -123,7 +123,7 @@ TOOLS = (
         ("set_alarm", "create_alarm", "alarm"), ("Set an alarm at an hour.", "Creates an alarm."),
         (
             "Set an alarm for {} o'clock.", "Wake me at {}.", "Set the alarm to {}.",
-            "Please set an alarm at {}.", "Alarm at {} please.",
+            "Please set an alarm at {}.", "I need an alarm at {}.", "Alarm for {}", "Alarm at {} please.",
         ),
         (Parameter(("hour", "time", "at"), _integer(0, 23), "integer"),),
     ),
@@ -131,7 +131,8 @@ TOOLS = (
         ("set_timer", "start_timer", "timer"), ("Start a timer.", "Starts a timer for some minutes."),
         (
             "Set a timer for {} minutes.", "Start a timer of {} minutes.", "Timer for {} minutes",
-            "Remind me in {} minutes.", "Count down {} minutes.",
+            "Remind me in {} minutes.", "Count {} minutes.", "Start a countdown of {} minutes.",
+            "Count down {} minutes.",
         ),
         (Parameter(("minutes", "duration", "length"), _integer(1, 120), "integer"),),
     ),
@@ -166,7 +167,7 @@ TOOLS = (
         ("search", "web_search", "search_web", "find"), ("Search the web.", "Looks something up on the web."),
         (
             "Search for {}.", "Search the web for {}.", "Look up {} on the web.",
-            "Find something about {} on the web.", "Google {}",
+            "Find something about {} on the web.", "Search {}", "Web search: {}", "Look for {}.", "Google {}",
         ),
         (WORD,),
     ),
@@ -175,7 +176,8 @@ TOOLS = (
         ("Look up a word in the dictionary.", "Returns the definition of a word."),
         (
             "Define the word {}.", "Look up {} in the dictionary.", "What does the word {} mean?",
-            "Definition of {}", "Find the definition of {}.",
+            "Definition of {}", "Give me the definition of {}.", "Find out what {} means.",
+            "Find the definition of {}.",
         ),
         (WORD,),
     ),
@@ -184,6 +186,7 @@ TOOLS = (
         ("Translate a text.", "Translates text into a language."),
         (
             "Translate into {}: {}", "Say this in {}: {}", "Translate this to {}: {}", "In {}, please: {}",
+            "Turn this into {}: {}", "Give me this in {}: {}", "Put the following text in {}: {}",
             "Put this into {}: {}",
         ),
         (
@@ -201,7 +204,8 @@ TOOLS = (
         ("Order some pieces of an item.", "Puts an item into the shopping cart."),
         (
             "Order {} pieces of {}.", "Buy {} of the item {}.", "I want to buy {} pieces of {}.",
-            "Put {} of {} in my cart.", "Please order {} x {}.",
+            "Put {} of {} in my cart.", "Please buy {} x {}.", "Order {} x {}.",
+            "Please get me {} of {}.", "Please order {} x {}.",
         ),
         (Parameter(("quantity", "count", "amount"), _integer(1, 99), "integer"), ITEM),
     ),
@@ -209,6 +213,7 @@ TOOLS = (
         ("get_price", "price", "lookup_price"), ("Get the price of an item.", "Returns what an item costs."),
         (
             "What does the {} cost?", "How much is the {}?", "What is the price of the {}?", "Price of {}",
+            "Give me the price of the {}.", "Find out what the {} costs.",
             "Tell me the price of the {}.",
         ),
         (ITEM,),
@@ -218,6 +223,8 @@ TOOLS = (
         ("Book a flight between two cities.", "Finds a flight."),
         (
             "Book a flight from {} to {}.", "I want to fly from {} to {}.", "Find a flight from {} to {}.",
+            "Get me a flight from {} to {}.",
+            "I need to go from {} to {}.",
             "Flights from {} to {}", "Fly me from {} to {}.",
         ),
         (
@@ -229,13 +236,15 @@ TOOLS = (
         ("play_music", "play", "play_artist"), ("Play music by an artist.", "Starts music."),
         (
             "Play something by {}.", "Play music by {}.", "I want to hear {}.", "Put on {}, please.",
+            "Play me {}.", "Please play {}.",
             "Play some {}.",
         ),
         (Parameter(("artist", "by", "musician"), _fresh("person", Gen.name)),),
     ),
     Tool(
         ("stop_music", "pause_music", "stop"), ("Stop the music.", "Stops what is playing."),
-        ("Stop the music.", "Please stop the music.", "Turn the music off.", "No more music.", "Music off"),
+        ("Stop the music.", "Please stop the music.", "Turn the music off.", "No more music.",
+         "Music, stop.", "Switch the music off.", "Music off"),
     ),
     Tool(
         ("list_files", "ls", "get_files"), ("List the files.", "Returns the names of all files."),
@@ -249,12 +258,14 @@ TOOLS = (
         ("Get the battery level.", "Returns how full the battery is."),
         (
             "How full is the battery?", "What is the battery level?", "Is the battery full?",
-            "Check the battery.", "Battery level?",
+            "Check the battery.", "Battery status?", "Tell me the battery level.", "How is the battery?",
+            "Battery level?",
         ),
     ),
     Tool(
         ("read_file", "open_file", "get_file"), ("Read a file.", "Returns the contents of a file."),
-        ("Read the file {}.", "Open {}.", "Show me the file {}.", "What is in the file {}?", "Read {}."),
+        ("Read the file {}.", "Open {}.", "Show me the file {}.", "What is in the file {}?",
+         "Please read {}.", "Read me {}.", "Read {}."),
         (
             Parameter(
                 ("path", "file", "filename"),
@@ -266,7 +277,8 @@ TOOLS = (
         ("roll_dice", "roll_die", "dice"), ("Roll a die.", "Rolls a die with some sides."),
         (
             "Roll a die with {} sides.", "Roll a {}-sided die.", "Throw a die that has {} sides.",
-            "Roll a die of {} sides for me.", "Die with {} sides, roll it.",
+            "Roll a die of {} sides for me.", "I have a die with {} sides, throw it.",
+            "Please roll a die with {} sides.", "Die with {} sides, roll it.",
         ),
         (Parameter(("sides", "faces", "n"), _integer(2, 100), "integer"),),
     ),
@@ -286,7 +298,9 @@ def _invented(g: Gen) -> Tool:
         for i in range(g.pick((0, 1, 1, 2)))
     )
     told = " and ".join(f"{p.names[0]} {{}}" for p in parameters)
-    requests = (f"Call {name}", f"Use {name}", f"Please call {name}", f"Run {name}", f"Use the tool {name}")
+    requests = (f"Call {name}", f"Use {name}", f"Please call {name}", f"Run {name}")
+    requests += (f"Use the function {name}", f"Call the tool {name}", f"Please use {name}", f"Run the tool {name}")
+    requests += (f"I need you to call {name}", f"Use the tool {name}")
     return Tool(
         (name,), (title,), tuple(f"{r} with {told}." if parameters else f"{r}." for r in requests), parameters
     )
