@@ -107,10 +107,12 @@ def test_every_kind_allows_and_refuses(
 
 
 def test_white_space_between_json_tokens_is_bounded(compiler: GrammarCompiler) -> None:
-    """A small model can write spaces until max_tokens; JSON needs no more than a deep indentation."""
-    compiled = compiler.compile(schema(SCHEMA))
-    write(compiled, '{\n        "name": "x",\n        "age": 1\n}')
-    assert refuses(compiled, "{" + " " * 65 + '"name": "x", "age": 1}')
+    """Would catch a weak model that writes white space until its tokens run out, and pretty printing refused."""
+    compiled = compiler.compile(schema({"type": "object", "properties": {"a": {"type": "integer"}}}))
+    write(compiled, '{ "a": 1 }')
+    write(compiled, "{\n" + 8 * "  " + '"a": 1\r\n\t}')
+    for runaway in ("{  ", "{\n\n", "{ \n", "{\n" + 33 * " "):
+        assert refuses(compiled, runaway + '"a"')
 
 
 def test_the_constraint_starts_after_the_marker(compiler: GrammarCompiler) -> None:

@@ -19,6 +19,7 @@ from helios.runtime.prefill_backend import (
     PrefillAttention,
     PrefillBackend,
     Problem,
+    candidates,
     choose_prefill,
     fa3_candidate,
     require,
@@ -75,6 +76,28 @@ def names(backend: PrefillBackend) -> set[str]:
 def test_fastest_right_candidate_wins(choose: Choose) -> None:
     assert names(choose(slow=(right, 20), quick=(right, 5), quicker=(right, 4))) == {"quicker"}
     assert names(choose(slow=(right, 20))) == {"fa2"}
+
+
+def test_tails_are_tried_where_tiles_fill_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one configuration with and without, under names that tell them apart; short calls start sooner."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(prefill_backend, "kernels_available", lambda _: True)
+    monkeypatch.setattr(prefill_backend, "fa3_installed", lambda: False)
+    for most, _, _ in CLASSES:
+        plain, *tails = [one.name for one in candidates("auto", torch.device("cuda"), most)]
+        assert tails == ([f"{plain} tail"] if most > 512 else [])
+
+
+def test_a_name_is_judged_in_each_class(choose: Choose) -> None:
+    """A kernel that is wrong for some lengths only is left out for those only."""
+
+    def sometimes(*arguments: torch.Tensor | int) -> torch.Tensor:
+        q = arguments[0]
+        assert isinstance(q, torch.Tensor)
+        return (right if q.shape[0] == SMALL[1][1] else wrong)(*arguments)
+
+    backend = choose(sometimes=(sometimes, 1))
+    assert [choice.name for choice in backend.choices] == ["fa2", "sometimes"] + ["fa2"] * (len(SMALL) - 2)
 
 
 def test_a_gain_within_the_noise_changes_nothing(choose: Choose) -> None:

@@ -47,7 +47,8 @@ class CostModel:
         self._samples: deque[tuple[float, ...]] = deque(maxlen=SAMPLES)
         self._fresh = self._fresh_decode = 0  # samples since the last fit
         self._line: tuple[float, float, float] | None = None  # fixed, per token, per million pairs
-        self._bends: list[float] = [0.0] * len(KNOTS)  # seconds above the line, at each knot
+        self._bends: Floats = np.zeros(len(KNOTS))  # seconds above the line, at each knot
+        self._of_tokens: dict[int, float] = {}  # f, for the sizes that were asked for since the last fit
         # (rows, seconds) of ticks without prompts, and what they say: the least, and more for each row.
         self._decode_ticks: deque[tuple[int, float]] = deque(maxlen=64)
         self._decode_line = (0.0, 0.0)
@@ -103,7 +104,7 @@ class CostModel:
         hats = np.column_stack([np.interp(tokens, KNOTS, unit) for unit in np.eye(len(KNOTS))])
         bends = _least_squares(hats * scale[:, None], (seconds - inputs @ line) * scale, 1e-2)
         fixed, token, pair = cast(list[float], line.tolist())
-        self._line, self._bends = (fixed, token, pair), cast(list[float], bends.tolist())
+        self._line, self._bends, self._of_tokens = (fixed, token, pair), bends, {}
 
     def predict(self, decode_rows: int, tokens: int, million_pairs: float) -> float:
         """Seconds of a tick; 0 while nothing is known."""
@@ -114,8 +115,11 @@ class CostModel:
             return 0.0
         fixed, token, pair = self._line
         padded = self.padded(decode_rows + tokens)
-        bend = float(np.interp(padded, KNOTS, self._bends))
-        return max(fixed + token * padded + bend, 0.0) + pair * million_pairs + each * decode_rows
+        seconds = self._of_tokens.get(padded)
+        if seconds is None:
+            bend = float(np.interp(padded, KNOTS, self._bends))
+            seconds = self._of_tokens[padded] = max(fixed + token * padded + bend, 0.0)
+        return seconds + pair * million_pairs + each * decode_rows
 
     def budget(self, target: float, decode_rows: int) -> TickBudget | None:
         """A budget of ``target`` seconds, or of some ticks without prompts, for a tick with ``decode_rows``; None

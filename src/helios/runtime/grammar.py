@@ -25,9 +25,9 @@ from helios.errors import InvalidRequestError
 from helios.runtime.request import Grammar
 
 CACHED_GRAMMARS = 256
-# Between two JSON tokens. Bounded, because a weak model can write white space until its tokens run out; 64
-# leaves room for a newline and deep indentation.
-JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# Between two JSON tokens, if anything: one space, or a new line and its indentation. Bounded, because a weak model
+# can write white space until its tokens run out.
+JSON_WHITESPACE = r"(\x20|\x0D?\x0A[\x20\x09]{0,32})"
 _NOUNS = {
     "json_schema": "the JSON schema",
     "json_object": "the JSON object grammar",
