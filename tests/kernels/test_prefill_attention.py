@@ -79,11 +79,12 @@ class Case:
 
     def check(
         self, config: PrefillConfig = SMALL, counters: torch.Tensor | None = None, at_once: int = 0
-    ) -> None:
+    ) -> torch.Tensor:
         out = paged_prefill(*self.arguments, config=config, counters=counters, at_once=at_once)
         got = out[self.tokens]
         expected = paged_prefill_reference(*self.arguments)[self.tokens]
         torch.testing.assert_close(got, expected, atol=2e-3, rtol=2e-3)
+        return got
 
 
 def test_reference_is_a_causal_softmax() -> None:
@@ -172,6 +173,40 @@ def test_keys_cut_into_parts(at_once: int, options: dict[str, bool]) -> None:
     case = Case([(1100, 9), (40, 5)], padding=1)
     case.check(replace(SMALL, **options), at_once=at_once)
     Case([(1037, 30)], heads=2, kv_heads=1).check(replace(SMALL, block_m=64, **options), at_once=at_once)
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 4, 5, 7, 13])
+@pytest.mark.parametrize(
+    ("rows", "before", "padding"),
+    [
+        pytest.param([(1300, 48)], 0, 0, id="six tiles of one row"),
+        pytest.param([(17, 17), (1, 1), (1700, 50), (520, 3)], 0, 0, id="rows of different lengths"),
+        pytest.param([(1100, 30), (600, 20)], 21, 2, id="padding before and behind"),
+        pytest.param([(150, 150)], 0, 0, id="from the first token"),
+        pytest.param([(1, 0)], 5, 1, id="no tokens"),
+    ],
+)
+def test_tail_cut_into_parts(rows: list[tuple[int, int]], before: int, padding: int, at_once: int) -> None:
+    """Full rounds alone, a tail of one tile and of nearly a round, fewer parts than programs for want of keys:
+    each tile once, its parts merged in order, so that a second call repeats the bits, and the counters at zero."""
+    case, counters = Case(rows, before=before, padding=padding), new_counters(DEVICE)
+    config = replace(SMALL, tail=True)
+    first, second = (case.check(config, counters, at_once) for _ in range(2))
+    assert torch.equal(first, second)
+    assert not counters.any()
+
+
+@pytest.mark.parametrize("options", [{"tma": True}, {"one_loop": True}, {"pack": False}], ids=str)
+def test_tail_of_other_configurations(options: dict[str, bool]) -> None:
+    """Parts of other loops, and of tiles of 64 whose halves are merged one after the other."""
+    config = replace(SMALL, block_m=64, tail=True, **options)
+    Case([(1300, 70), (40, 5)]).check(config, at_once=5)
+
+
+def test_tail_in_several_launches() -> None:
+    """The rows behind the first launch's have a tail of their own, with the same slots and counters."""
+    case = Case([(5 + row, 3 + row % 3) for row in range(MAX_ROWS)] + [(900, 20), (1100, 3)])
+    case.check(replace(SMALL, tail=True), new_counters(DEVICE), at_once=5)
 
 
 def test_counters_are_clean_after_every_call() -> None:

@@ -162,6 +162,6 @@ def test_a_call_goes_to_the_choice_of_its_length() -> None:
     backend = PrefillBackend(chosen)
     none = torch.zeros(0)
     for (most, _, _), mark in zip(CLASSES, marks, strict=True):
-        q = torch.zeros(min(most, 2000), 1, 1)
+        q = torch.zeros(min(most, 4000), 1, 1)
         out = backend(q, none, none, none, none, none, 1, 1)
         assert out.unique().tolist() == [mark]

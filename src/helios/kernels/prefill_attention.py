@@ -10,9 +10,15 @@ Which tile a program takes is worked out on the device from ``cu_q`` and ``kv_le
 keys first: those run longest, and the short ones fill the gaps at the end. The grid only needs an upper bound,
 so a CUDA graph serves any rows; programs beyond the last tile come last and leave at once.
 
-A few tokens behind a long context would keep a few programs busy for long. Where the tiles of a call fill less
-than half of the card, the programs left over share the keys of each tile: every part leaves its maximum, sum and
-values, and the part that arrives last merges them in order, so that results repeat.
+A few tokens behind a long context would keep a few programs busy for long, and tiles of equal length that fill
+the card once and a little more take as long as two whole rounds. So programs can share the keys of a tile. The
+card runs ``at_once`` programs side by side. As many tiles as fill it an exact number of times are computed whole,
+by the first programs. The tiles left, fewer than ``at_once``, are the tail: as many programs as fit on the card
+once are divided among them, each with its part of the keys. A part leaves its maximum, sum and values in a slot
+of its own, and the part that arrives last merges them in order, so that results repeat. A prompt that begins at
+its first token has its shortest tiles in the tail, with too few keys to be worth a cut. The cutting form of the
+kernel serves calls whose tiles fill less than half of the card, where all are tail, and every call of a
+configuration with ``tail``.
 
 Source of the algorithm: FlashAttention-2 (Dao, 2023).
 """
@@ -45,12 +51,18 @@ class PrefillConfig:
     pack: bool = True  # the heads of a group in one tile, where their number is a power of two
     tma: bool = False  # blocks through the tensor memory accelerator (SM90)
     one_loop: bool = False  # the diagonal in the main loop, behind a branch: its pipeline fills only once
+    tail: bool = False  # keys of the last tiles cut into parts in every call, not only where tiles are few
     registers: int | None = None  # most of a thread: with 128, two programs of 8 warps run side by side
 
     def __str__(self) -> str:
         options = "".join(
             f" {name}"
-            for name, on in (("unpacked", not self.pack), ("tma", self.tma), ("one loop", self.one_loop))
+            for name, on in (
+                ("unpacked", not self.pack),
+                ("tma", self.tma),
+                ("one loop", self.one_loop),
+                ("tail", self.tail),
+            )
             if on
         )
         limit = f" r{self.registers}" if self.registers else ""
@@ -110,12 +122,14 @@ def paged_prefill(
     limit = {"maxnreg": config.registers} if config.registers else {}
     at_once = 2 * _multiprocessors(q.device) if at_once is None else at_once
     queries, head_tiles = config.block_m // pack, heads // pack
-    split = 2 * -(-tokens // queries) * head_tiles <= at_once
+    few = 2 * -(-tokens // queries) * head_tiles <= at_once
+    split = at_once > 0 and (few or config.tail)
+    slots = at_once if split else 0
     for first in range(0, kv_lengths.shape[0], MAX_ROWS):
         rows = min(kv_lengths.shape[0] - first, MAX_ROWS)
         programs = num_tiles(tokens, rows, queries) * head_tiles
-        programs = max(programs, at_once) if split else programs
-        slots = programs if split else 0
+        if split:  # whole tiles and a full round for the tail, however many tiles there are
+            programs = (programs // at_once + 1) * at_once
         if split and counters is None:
             counters = new_counters(q.device)
         prefill_kernel[(programs,)](
@@ -130,6 +144,7 @@ def paged_prefill(
             torch.empty((slots, 2, config.block_m), device=q.device, dtype=torch.float32),
             counters if split else cu_q,
             rows,
+            at_once,
             head_dim**-0.5 * _LOG2_E,  # scores in powers of two: exp2 is one instruction
             q.stride(0),
             q.stride(1),
@@ -156,8 +171,8 @@ def paged_prefill(
 
 
 def new_counters(device: torch.device) -> torch.Tensor:
-    """Arrivals at each tile, for :func:`paged_prefill`. They return to zero by themselves, as a replayed CUDA
-    graph needs."""
+    """Arrivals at each tile of the tail, for :func:`paged_prefill`. They return to zero by themselves, as a
+    replayed CUDA graph needs."""
     return torch.zeros(1 << 14, device=device, dtype=torch.int32)
 
 

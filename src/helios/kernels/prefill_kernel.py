@@ -93,30 +93,49 @@ def _walk(
 
 
 @jit()
-def _merge(values, stats, job, jobs, parts, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Sum and unscaled output of one tile from its parts, in their order."""
-    m = tl.arange(0, BLOCK_M)
-    flat = m[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    maximum = tl.full([BLOCK_M], _MASKED, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    for part in range(parts):
-        slot = job + part * jobs
-        # .cg: from the second-level cache, where the other multiprocessors' writes are.
-        part_maximum = tl.load(stats + slot * (2 * BLOCK_M) + m, cache_modifier=".cg")
-        part_total = tl.load(stats + slot * (2 * BLOCK_M) + BLOCK_M + m, cache_modifier=".cg")
-        part_acc = tl.load(values + slot * (BLOCK_M * HEAD_DIM) + flat, cache_modifier=".cg")
-        new_maximum = tl.maximum(maximum, part_maximum)
-        decay, weight = tl.exp2(maximum - new_maximum), tl.exp2(part_maximum - new_maximum)
-        total = total * decay + part_total * weight
-        acc = acc * decay[:, None] + part_acc * weight[:, None]
-        maximum = new_maximum
-    return total, acc
+def _merge(
+    out,
+    values,
+    stats,
+    shared_job,
+    shared_jobs,
+    parts,
+    first_token,
+    tokens,
+    first_head,
+    HEADS: tl.constexpr,
+    PACK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Output of one tile, of ``tokens`` from ``first_token`` on, from its parts in their order. One half of the
+    tile after the other: two whole ones at a time, the sum and a part, would not fit into the registers."""
+    dims = tl.arange(0, HEAD_DIM)
+    for half in range(2):
+        m = half * (BLOCK_M // 2) + tl.arange(0, BLOCK_M // 2)
+        flat = m[:, None] * HEAD_DIM + dims[None, :]
+        maximum = tl.full([BLOCK_M // 2], _MASKED, tl.float32)
+        total = tl.zeros([BLOCK_M // 2], tl.float32)
+        acc = tl.zeros([BLOCK_M // 2, HEAD_DIM], tl.float32)
+        for part in range(parts):
+            slot = shared_job + part * shared_jobs
+            # .cg: from the second-level cache, where the other multiprocessors' writes are.
+            part_maximum = tl.load(stats + slot * (2 * BLOCK_M) + m, cache_modifier=".cg")
+            part_total = tl.load(stats + slot * (2 * BLOCK_M) + BLOCK_M + m, cache_modifier=".cg")
+            part_acc = tl.load(values + slot * (BLOCK_M * HEAD_DIM) + flat, cache_modifier=".cg")
+            new_maximum = tl.maximum(maximum, part_maximum)
+            decay, weight = tl.exp2(maximum - new_maximum), tl.exp2(part_maximum - new_maximum)
+            total = total * decay + part_total * weight
+            acc = acc * decay[:, None] + part_acc * weight[:, None]
+            maximum = new_maximum
+        where = ((first_token + m // PACK) * HEADS + first_head + m % PACK) * HEAD_DIM
+        result = (acc / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + where[:, None] + dims[None, :], result, mask=(m // PACK < tokens)[:, None])
 
 
 # Slices of packed buffers begin at any address: alignment must not choose a compiled form.
 @jit(
-    do_not_specialize=("rows", "table_stride"),
+    do_not_specialize=("rows", "at_once", "table_stride"),
     do_not_specialize_on_alignment=("page_table", "kv_lengths", "cu_q", "counters"),
 )
 def prefill_kernel(
@@ -131,6 +150,7 @@ def prefill_kernel(
     part_stats,
     counters,
     rows,
+    at_once,
     scale,
     q_token_stride,
     q_head_stride,
@@ -155,21 +175,28 @@ def prefill_kernel(
     BLOCK_Q: tl.constexpr = BLOCK_M // PACK
     HEAD_TILES: tl.constexpr = HEADS // PACK
     ids, tiles, before, all_tiles = _order_rows(cu_q, kv_lengths, rows, BLOCK_Q, ROWS_PAD)
-    jobs = tl.maximum(all_tiles * HEAD_TILES, 1)
-    part = tl.program_id(0) // jobs
+    jobs = all_tiles * HEAD_TILES
+    job, part, most_parts = tl.program_id(0), 0, 1
+    slot, shared_jobs = 0, 1
+    if SPLIT:
+        # Jobs that fill the card are computed whole; the programs behind them share those of the tail.
+        whole_jobs = jobs // at_once * at_once
+        shared_jobs = tl.maximum(jobs - whole_jobs, 1)
+        slot = tl.maximum(job - whole_jobs, 0)  # the program's number among those of the tail
+        most_parts = tl.where(job < whole_jobs, 1, tl.minimum(at_once // shared_jobs, _MAX_PARTS))
+        job = tl.minimum(job, whole_jobs) + slot % shared_jobs
+        part = slot // shared_jobs
     # Heads vary fastest: programs that run side by side read the same tokens.
-    job = tl.program_id(0) % jobs
     first_head = job % HEAD_TILES * PACK
     kv_head = first_head // GROUP
     rank = job // HEAD_TILES
     hit = (before <= rank) & (rank < before + tiles)
     row = tl.sum(tl.where(hit, ids, 0), 0)
     tile = tl.sum(tl.where(hit, before + tiles - 1 - rank, 0), 0)  # a row's last tile first
-    most_parts = tl.minimum(tl.num_programs(0) // jobs, _MAX_PARTS) if SPLIT else 1
     if PDL:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
-    if (part >= most_parts) | (all_tiles == 0):
+    if (job >= jobs) | (part >= most_parts):
         return
     begin = tl.load(cu_q + row)
     count = tl.load(cu_q + row + 1) - begin
@@ -229,17 +256,31 @@ def prefill_kernel(
         )
     if SPLIT:  # noqa: SIM102 (the outer branch is the compiler's)
         if parts > 1:
-            slot = tl.program_id(0)
             flat = m[:, None] * HEAD_DIM + dims[None, :]
             tl.store(part_stats + slot * (2 * BLOCK_M) + m, maximum)
             tl.store(part_stats + slot * (2 * BLOCK_M) + BLOCK_M + m, total)
             tl.store(part_values + slot * (BLOCK_M * HEAD_DIM) + flat, acc)
             tl.debug_barrier()  # every thread's values are written before one of them says so
-            arrived = tl.atomic_add(counters + job, 1, sem="acq_rel")
-            live = live & (arrived == parts - 1)  # the last one to come writes the output
-            if arrived == parts - 1:
-                tl.store(counters + job, 0)  # for the next launch
-                total, acc = _merge(part_values, part_stats, job, jobs, parts, BLOCK_M, HEAD_DIM)
+            counter = counters + slot % shared_jobs
+            arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+            if arrived == parts - 1:  # the last one to come writes the output
+                tl.store(counter, 0)  # for the next launch
+                _merge(
+                    out,
+                    part_values,
+                    part_stats,
+                    slot % shared_jobs,
+                    shared_jobs,
+                    parts,
+                    begin + tile * BLOCK_Q,
+                    count - tile * BLOCK_Q,
+                    first_head,
+                    HEADS,
+                    PACK,
+                    BLOCK_M,
+                    HEAD_DIM,
+                )
+            return
     where = ((begin + token) * HEADS + head) * HEAD_DIM
     result = acc / total[:, None]
     tl.store(out + where[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=live)

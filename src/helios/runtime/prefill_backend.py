@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 import torch
@@ -40,13 +40,16 @@ PrefillAttention = Callable[
 ]
 
 # (most new tokens of the class, new tokens timed, cached tokens before them). The first is the next turn of a
-# chat, whose time goes into the old turns' keys.
+# chat, whose time goes into the old turns' keys. Those above 512 are later chunks of a long prompt: with 32 query
+# heads their tiles fill an H200 once, or twice, and a quarter of a round more, which is where a tail shows.
 CLASSES: tuple[tuple[int, int, int], ...] = (
     (256, 128, 4000),
     (512, 512, 0),
-    (1024, 1024, 7000),
-    (1 << 30, 2048, 0),
+    (1024, 640, 7000),
+    (2048, 1280, 4000),
+    (1 << 30, 2240, 4000),
 )
+TAIL_ABOVE = 512  # most new tokens of the last class without it: its tiles rarely fill the card once
 BUDGET_S = 1.5  # of timing; compiling comes once on a new machine
 MARGIN = 0.03  # what a candidate must win by: fa2 is the tried one
 TOLERANCE = 1e-2  # relative error against fa2, of results rounded to bfloat16
@@ -178,7 +181,10 @@ def candidates(choice: Choice, device: torch.device, most: int) -> list[Candidat
         found.append(fa3_candidate())
     # Older cards are what FlashAttention-2 was written for: left out of auto, they start sooner.
     if (choice == "triton" or (choice == "auto" and capability >= (9, 0))) and kernels_available(device):
-        found.append(triton_candidate(default_config(most)))
+        config = default_config(most)
+        found.append(triton_candidate(config))
+        if most > TAIL_ABOVE:
+            found.append(triton_candidate(replace(config, tail=True)))
     return found
 
 
@@ -234,15 +240,27 @@ def choose_prefill(
 
 def _verdicts(problems: list[Problem], of_class: list[list[Candidate]]) -> list[list[tuple[Candidate, str]]]:
     """For each class, each candidate with what is wrong with its answer: empty if nothing. Kernels compile side
-    by side."""
+    by side; the classes of one name follow each other, so that they do not all compile the same."""
     with torch.inference_mode():
         expected = [problem.run(FA2) for problem in problems]
+    classes_of: dict[str, list[int]] = {}
+    for index, tried in enumerate(of_class):
+        for candidate in tried:
+            classes_of.setdefault(candidate.name, []).append(index)
+
+    def judge(name: str) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for index in classes_of[name]:
+            candidate = next(candidate for candidate in of_class[index] if candidate.name == name)
+            found[index] = _verdict(candidate, problems[index], expected[index])
+        return found
+
     with ThreadPoolExecutor(8) as pool:
-        jobs = [
-            [(candidate, pool.submit(_verdict, candidate, problem, answer)) for candidate in tried]
-            for problem, answer, tried in zip(problems, expected, of_class, strict=True)
-        ]
-        return [[(candidate, job.result()) for candidate, job in tried] for tried in jobs]
+        verdicts = dict(zip(classes_of, pool.map(judge, classes_of), strict=True))
+    return [
+        [(candidate, verdicts[candidate.name][index]) for candidate in tried]
+        for index, tried in enumerate(of_class)
+    ]
 
 
 def _verdict(candidate: Candidate, problem: Problem, expected: torch.Tensor) -> str:
