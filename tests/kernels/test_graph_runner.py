@@ -36,7 +36,8 @@ from tests.model.checkpoints import TINY, random_tensors, write
 from tests.unit.harness import VOCABULARY
 
 CPU = torch.device("cpu")
-ROWS, PAGES, CHUNK, CONTEXT = 4, 24, 64, 1024
+ROWS, PAGES, CHUNK, CONTEXT = 4, 24, 32, 512
+TOKENS = (8, 16, 32)  # of mixed graphs: the interpreter computes padding too
 GREEDY = SamplingParams(temperature=0)
 pytestmark = [
     pytest.mark.skipif(
@@ -90,6 +91,7 @@ def engines(model: Qwen3) -> Iterator[tuple[Engine, Engine]]:
         )
         small = triton_candidate(PrefillConfig(block_m=32, block_n=64, num_warps=4, num_stages=2))
         patch.setattr(graph_runner, "choose_prefill", lambda *a, **k: PrefillBackend([small] * len(CLASSES)))
+        patch.setattr(graph_runner, "MIXED_TOKENS", TOKENS)
         yield engine_of(model, InterpretedRunner), engine_of(model, ModelRunner)
 
 
@@ -139,7 +141,7 @@ def test_greedy_tokens_equal_the_plain_path(engines: tuple[Engine, Engine]) -> N
     would catch a wrong row, slot, position, page or logit row in a mixed graph, a prompt's token overwritten
     by a padding row's attention, stale state after the rows change, and a token lost or doubled by lookahead."""
     graphs, plain = engines
-    prompts, lengths = prompts_of(70, 1, 30, 64, 5), [3, 6, 2, 4, 5]
+    prompts, lengths = prompts_of(40, 1, 20, 32, 5), [3, 6, 2, 4, 5]
     expected = run(plain, prompts, GREEDY, lengths)
     assert run(graphs, prompts, GREEDY, lengths) == expected
     assert {"mixed", "decode"} <= set(runner_of(graphs).replays)
@@ -148,26 +150,23 @@ def test_greedy_tokens_equal_the_plain_path(engines: tuple[Engine, Engine]) -> N
 def test_a_fully_cached_prompt_is_computed_beside_others(engines: tuple[Engine, Engine]) -> None:
     """Its last token is a decoding row of a mixed tick that may not write to the shared page."""
     graphs, plain = engines
-    prompts = prompts_of(256, 40)
-    expected = run(plain, prompts, GREEDY, [2, 3])
+    prompts = prompts_of(256, 20)
+    expected = run(plain, prompts, GREEDY, [1, 2])
     run(graphs, prompts[:1], GREEDY, [1])
-    assert run(graphs, prompts, GREEDY, [2, 3]) == expected
+    assert run(graphs, prompts, GREEDY, [1, 2]) == expected
 
 
 def test_seeded_sampling_equals_the_plain_path(engines: tuple[Engine, Engine]) -> None:
     """Would catch random numbers that do not follow seed and position, and parameters of another row."""
     graphs, plain = engines
-    prompts, lengths = prompts_of(20, 40, 3), [3, 2, 4]
-    for params in (
-        SamplingParams(temperature=0.8, top_p=1.0, seed=5),
-        SamplingParams(temperature=0.9, top_p=0.9, top_k=40, seed=6),
-    ):
-        assert run(graphs, prompts, params, lengths) == run(plain, prompts, params, lengths)
+    prompts, lengths = prompts_of(12, 36, 3), [3, 2, 3]
+    params = SamplingParams(temperature=0.9, top_p=0.9, top_k=40, seed=6)
+    assert run(graphs, prompts, params, lengths) == run(plain, prompts, params, lengths)
 
 
 def test_rows_with_edits_leave_their_neighbours_alone(engines: tuple[Engine, Engine]) -> None:
     graphs, _ = engines
-    prompts = prompts_of(20, 33, 9)
+    prompts = prompts_of(12, 33, 9)
     alone = run(graphs, prompts, GREEDY, [3, 3, 3])
     biased = SamplingParams(temperature=0, logit_bias=((77, 100.0),))
     jobs = [
@@ -185,5 +184,5 @@ def test_a_tick_that_no_graph_holds_is_computed_without(engines: tuple[Engine, E
     """Log probabilities of a prompt need its tokens' logits, which graphs do not compute."""
     graphs, plain = engines
     asked = SamplingParams(temperature=0, prompt_logprobs=1)
-    prompts = prompts_of(90, 12)
+    prompts = prompts_of(40, 12)
     assert run(graphs, prompts, asked, [4, 4]) == run(plain, prompts, asked, [4, 4])
