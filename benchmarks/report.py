@@ -85,7 +85,8 @@ def targets_of(result: dict[str, Any], targets: list[dict[str, Any]]) -> list[li
                 reached = statistics.median(values)
                 met = reached <= limit if most else reached >= limit
                 row += [f"{scale * reached:.3g}{unit}", "met" if met else "missed"]
-            rows.append(row)
+            if any(cell != "-" for cell in row[3:]):
+                rows.append(row)
     return rows
 
 

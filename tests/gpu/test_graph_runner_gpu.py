@@ -15,6 +15,7 @@ from helios.runtime.qwen3.weights import build_empty, load_weights
 from helios.runtime.request import Job, SamplingParams
 from helios.runtime.runner import ModelRunner
 from helios.runtime.snapshot import DEMO_FOLDER, end_token_ids, load_tokenizer
+from tests.unit.harness import outputs_of
 
 pytestmark = pytest.mark.gpu
 PAGES, ROWS, CONTEXT = 200, 24, 4096
@@ -70,13 +71,7 @@ def run(
     engine: Engine, prompts: list[list[int]], params: SamplingParams, max_tokens: int = 60
 ) -> list[list[int]]:
     jobs = [Job(f"j{n}", ids, params, max_tokens=max_tokens) for n, ids in enumerate(prompts)]
-    engine.waiting.extend(jobs)
-    while engine.has_work:
-        engine.step()
-    engine.check_integrity()
-    for job in jobs:
-        assert job.error is None, job.error
-    return [job.sequences[0].token_ids[job.num_prompt_tokens :] for job in jobs]
+    return outputs_of(engine, jobs)
 
 
 def long_prompts(vocabulary: Vocabulary) -> list[list[int]]:

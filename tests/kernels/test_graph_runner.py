@@ -33,7 +33,7 @@ from helios.runtime.qwen3.weights import build_empty, load_weights
 from helios.runtime.request import Job, SamplingParams
 from helios.runtime.runner import ModelRunner
 from tests.model.checkpoints import TINY, random_tensors, write
-from tests.unit.harness import VOCABULARY
+from tests.unit.harness import VOCABULARY, outputs_of
 
 CPU = torch.device("cpu")
 ROWS, PAGES, CHUNK, CONTEXT = 4, 24, 32, 512
@@ -118,13 +118,7 @@ def run(
         Job(f"j{n}", ids, params, max_tokens=length)
         for n, (ids, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
-    engine.waiting.extend(jobs)
-    while engine.has_work:
-        engine.step()
-    engine.check_integrity()
-    for job in jobs:
-        assert job.error is None, job.error
-    return [job.sequences[0].token_ids[job.num_prompt_tokens :] for job in jobs]
+    return outputs_of(engine, jobs)
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
@@ -173,11 +167,7 @@ def test_rows_with_edits_leave_their_neighbours_alone(engines: tuple[Engine, Eng
         Job(f"s{n}", ids, params, max_tokens=3)
         for n, (ids, params) in enumerate(zip(prompts, (GREEDY, biased, GREEDY), strict=True))
     ]
-    graphs.waiting.extend(jobs)
-    while graphs.has_work:
-        graphs.step()
-    outputs = [job.sequences[0].token_ids[job.num_prompt_tokens :] for job in jobs]
-    assert outputs == [alone[0], [77] * 3, alone[2]]
+    assert outputs_of(graphs, jobs) == [alone[0], [77] * 3, alone[2]]
 
 
 def test_a_tick_that_no_graph_holds_is_computed_without(engines: tuple[Engine, Engine]) -> None:

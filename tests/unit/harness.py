@@ -24,6 +24,17 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [11 + (seed * 101 + position * 7 + position // 89) % 200 for position in range(length)]
 
 
+def outputs_of(engine: Engine, jobs: list[Job]) -> list[list[int]]:
+    """Serve ``jobs`` to their end, check the books, and return each one's output tokens."""
+    engine.waiting.extend(jobs)
+    while engine.has_work:
+        engine.step()
+    engine.check_integrity()
+    for job in jobs:
+        assert job.error is None, job.error
+    return [job.sequences[0].token_ids[job.num_prompt_tokens :] for job in jobs]
+
+
 class Bench:
     """``add`` queues a job, ``tick`` runs one engine step and checks the books, ``run`` goes on to the end.
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helios.config import PAGE_SIZE
-from helios.runtime.graph_runner import MIXED_TOKENS, PREFILL_ROWS, MixedParts, mixed_ladder, token_ladder
+from helios.runtime.graph_runner import MIXED_TOKENS, mixed_ladder, token_ladder
+from helios.runtime.mixed_parts import PREFILL_ROWS, MixedParts
 from helios.runtime.page_pool import DUMMY_PAGE
 from helios.runtime.policy import RowPlan
 from tests.unit.test_batch import LAST_TOKENS, MAX_PAGES, MAX_ROWS, PACKER, plans

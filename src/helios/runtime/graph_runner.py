@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from helios.kernels.decode_attention import DecodeWorkspace, default_config, num
 from helios.kernels.linear_table import ROW_BUCKETS, LinearTable
 from helios.kernels.step import begin_step, end_step
 from helios.runtime.interfaces import StepResult
+from helios.runtime.mixed_parts import PREFILL_ROWS, MixedParts
 from helios.runtime.page_pool import DUMMY_PAGE
 from helios.runtime.policy import RowPlan
 from helios.runtime.prefill_backend import BUDGET_S, Choice, choose_prefill
@@ -39,7 +40,6 @@ from helios.runtime.request import Sequence
 from helios.runtime.runner import ForwardClock, ModelRunner, Pending, spread_logprobs
 from helios.runtime.sampler import SampledTokens, SamplingTensors, has_filter
 
-PREFILL_ROWS = 32  # prompts in one mixed graph
 # Tokens of mixed graphs. The time of a matrix product grows in steps, by rounds of tiles over the multiprocessors;
 # a size just above a step can take longer than the next larger one that fills its round. These fill theirs on an
 # H200, for the shapes of a 4B model.
@@ -183,18 +183,18 @@ class GraphRunner(ModelRunner):
             row.count == 1 and row.start >= row.sequence.num_prompt_tokens for row in rows
         )
         pending = GraphPending([rows[index] for index in samplers], None, clock)
+        pending.places = samplers
         if decoding and not wants_prompt:
-            places = self._decode(rows)
+            self._decode(rows)
         else:
             self._steady = []
             decode = sum(row.count == 1 for row in rows)
             tokens = sum(row.count for row in rows)
             fits = tokens <= self._mixed_tokens[-1] and len(rows) - decode <= PREFILL_ROWS
             if fits and not wants_prompt:
-                places = self._replay_mixed(rows, decode, tokens)
+                self._replay_mixed(rows, samplers, decode, tokens)
             else:
-                places = self._eager(rows, samplers, pending)
-        pending.places = places if decoding else [places[index] for index in samplers]
+                self._eager(rows, samplers, pending)
         clock.stop()
         return pending
 
@@ -237,7 +237,7 @@ class GraphRunner(ModelRunner):
 
     # -- forwards ---------------------------------------------------------------------------------
 
-    def _decode(self, rows: list[RowPlan]) -> list[int]:
+    def _decode(self, rows: list[RowPlan]) -> None:
         """Replay a decode graph; its state is brought over only when the rows have changed."""
         size = self._decode_rows[bisect_left(self._decode_rows, len(rows))]
         sequences = [row.sequence for row in rows]
@@ -255,12 +255,11 @@ class GraphRunner(ModelRunner):
             self._table[:count].copy_(
                 host[size : size + count * self.max_pages].view(count, self.max_pages), non_blocking=True
             )
-            self._bring_sampling(sequences, [row.end for row in rows], range(count), size)
+            self._bring_sampling(rows, range(count), size)
         elif self._grown:
             self._bring_tables(sequences, size)
         self._sampled_rows = size
         self._decode_graphs[size].replay()
-        return list(range(len(rows)))
 
     def _bring_tables(self, sequences: list[Sequence], size: int) -> None:
         """Bring over the page tables that have grown; everything else of the rows stays as it is."""
@@ -273,23 +272,20 @@ class GraphRunner(ModelRunner):
                 self._table[place].copy_(host[start : start + self.max_pages], non_blocking=True)
         self._grown.clear()
 
-    def _replay_mixed(self, rows: list[RowPlan], decode: int, num_tokens: int) -> list[int]:
-        """Pack a mixed tick into a graph's inputs and replay it. Returns the sampled row of each row."""
+    def _replay_mixed(self, rows: list[RowPlan], samplers: list[int], decode: int, num_tokens: int) -> None:
+        """Pack a mixed tick into a graph's inputs and replay it."""
         size = self._mixed_rows[bisect_left(self._mixed_rows, len(rows))]
         tokens = self._mixed_tokens[bisect_left(self._mixed_tokens, max(num_tokens, size))]
         host = self._host[self._turn][2]
         parts = MixedParts.of(host.numpy(), size, tokens, self.max_pages)
         parts.fill(rows, decode, self._tables_of_rows)
         self._mixed_device[: parts.total].copy_(host[: parts.total], non_blocking=True)
-        self._bring_sampling(
-            [row.sequence for row in rows], [row.end for row in rows], range(len(rows)), size,
-            [row.end == len(row.sequence.token_ids) + row.sequence.num_pending_tokens for row in rows],
-        )  # fmt: skip
+        if samplers:
+            self._bring_sampling([rows[index] for index in samplers], samplers, size)
         self._sampled_rows = size
         self._mixed_graphs[size, tokens].replay()
-        return list(range(len(rows)))
 
-    def _eager(self, rows: list[RowPlan], samplers: list[int], pending: GraphPending) -> list[int]:
+    def _eager(self, rows: list[RowPlan], samplers: list[int], pending: GraphPending) -> None:
         """The same kernels without a graph, for a tick that none holds."""
         batch = self._packer.pack(rows, samplers, self._last_tokens)
         plan = batch.attention
@@ -307,18 +303,12 @@ class GraphRunner(ModelRunner):
         pending.prompt_logprobs = self._prompt_logprobs(
             rows, lambda start, end: self._fused.logits(stream, torch.arange(start, end, device=self.device))
         )
-        places = [-1] * len(rows)
-        for place, index in enumerate(samplers):
-            places[index] = place
+        pending.places = list(range(len(samplers)))
         if samplers:
             logits = self._fused.logits(stream, batch.logit_rows)
             self._logits[: len(samplers)] = logits
             self._sampled_rows = next(size for size in self._sampling_sizes() if size >= len(samplers))
-            self._bring_sampling(
-                [rows[index].sequence for index in samplers], [rows[index].end for index in samplers],
-                range(len(samplers)), self._sampled_rows,
-            )  # fmt: skip
-        return places
+            self._bring_sampling([rows[index] for index in samplers], pending.places, self._sampled_rows)
 
     def _attend(
         self, table: torch.Tensor, kv_lengths: torch.Tensor, prompts: _Prompts | None = None
@@ -346,25 +336,18 @@ class GraphRunner(ModelRunner):
 
         return attend
 
-    def _bring_sampling(
-        self,
-        sequences: list[Sequence],
-        positions: list[int],
-        places: list[int] | range,
-        size: int,
-        sampled: list[bool] | None = None,
-    ) -> None:
-        """Bring the sampling parameters of ``sequences`` to their ``places`` among ``size`` rows."""
+    def _bring_sampling(self, rows: list[RowPlan], places: list[int] | range, size: int) -> None:
+        """Bring the sampling parameters of ``rows`` to their ``places`` among ``size`` sampled rows; what is at
+        the other places is not sampled."""
         most = self._sampling.shape[1]
         host = self._host[self._turn][1]
         view = host.numpy().reshape(8, most)
         view[0, :size] = -1
         view[1:, :size] = 0
         where = list(places)
+        sequences = [row.sequence for row in rows]
         view[0, where] = [sequence.row for sequence in sequences]
-        if sampled is not None:
-            view[0, [place for place, wanted in zip(where, sampled, strict=True) if not wanted]] = -1
-        view[1:, where] = SamplingTensors.pack(sequences, positions)
+        view[1:, where] = SamplingTensors.pack(sequences, [row.end for row in rows])
         self._sampling.copy_(host.view(8, most), non_blocking=True)
 
     def _choose(self, logits: torch.Tensor, params: SamplingTensors) -> SampledTokens:
@@ -452,91 +435,6 @@ class _Prompts:
     cu_q: torch.Tensor  # [prompts + 1], from the first prompt's first token
     max_q: int
     max_kv: int
-
-
-@dataclass(frozen=True, slots=True)
-class MixedParts:
-    """The inputs of a mixed graph of R rows and T tokens, parts of one int32 buffer: a numpy array on the host,
-    where they are filled in, or a tensor on the device."""
-
-    ids: Any  # [T]; -1 - batch row where the token is still on the device
-    positions: Any  # [T]
-    slots: Any  # [T]
-    logit_rows: Any  # [R], of all rows
-    kv_lengths: Any  # [R + PREFILL_ROWS], of decoding rows, then of prompts
-    table: Any  # [R + PREFILL_ROWS, pages], likewise
-    cu_q: Any  # [PREFILL_ROWS + 1], of prompts
-    total: int
-
-    @staticmethod
-    def _sizes(rows: int, tokens: int, pages: int) -> tuple[int, ...]:
-        both = rows + PREFILL_ROWS
-        return tokens, tokens, tokens, rows, both, both * pages, PREFILL_ROWS + 1
-
-    @staticmethod
-    def size(rows: int, tokens: int, pages: int) -> int:
-        """Numbers in the buffer of a graph."""
-        return sum(MixedParts._sizes(rows, tokens, pages))
-
-    @staticmethod
-    def of(buffer: Any, rows: int, tokens: int, pages: int) -> MixedParts:
-        """Cut ``buffer`` for a graph."""
-        parts: list[Any] = []
-        at = 0
-        for size in MixedParts._sizes(rows, tokens, pages):
-            parts.append(buffer[at : at + size])
-            at += size
-        parts[5] = parts[5].reshape(-1, pages)
-        return MixedParts(*parts, total=at)
-
-    def clear(self) -> None:
-        """No rows. Padding tokens write to the dummy page; padding prompts have one key, decoding rows none."""
-        for part in (
-            self.ids,
-            self.positions,
-            self.slots,
-            self.logit_rows,
-            self.kv_lengths,
-            self.table,
-            self.cu_q,
-        ):
-            part[:] = 0
-        self.kv_lengths[-PREFILL_ROWS:] = 1
-
-    def fill(self, rows: list[RowPlan], decode: int, tables: np.ndarray) -> None:
-        """Write ``rows``, of which the first ``decode`` bring one token. ``tables`` are those of all batch
-        rows, by row."""
-        self.clear()
-        sequences = [row.sequence for row in rows]
-        pages = tables[[sequence.row for sequence in sequences]]
-        starts = np.array([row.start for row in rows], dtype=np.int32)
-        # A fully cached prompt's last token: its shared page holds it, the dummy page takes it.
-        sealed = np.array([sequence.num_sealed_blocks for sequence in sequences], dtype=np.int32) * PAGE_SIZE
-        self.ids[:decode] = [
-            sequence.token_ids[row.start] if row.start < len(sequence.token_ids) else -1 - sequence.row
-            for row, sequence in zip(rows[:decode], sequences, strict=False)
-        ]
-        begin = starts[:decode]
-        self.positions[:decode] = begin
-        slots = pages[np.arange(decode), begin // PAGE_SIZE] * PAGE_SIZE + begin % PAGE_SIZE
-        self.slots[:decode] = np.where(begin < sealed[:decode], 0, slots)
-        self.kv_lengths[:decode] = begin + 1
-        self.table[:decode] = pages[:decode]
-        self.logit_rows[:decode] = np.arange(decode)
-        at = decode
-        self.cu_q[:] = at
-        for index, row in enumerate(rows[decode:]):
-            last = at + row.count
-            where = np.arange(row.start, row.end, dtype=np.int32)
-            table = pages[decode + index]
-            self.ids[at:last] = row.sequence.token_ids[row.start : row.end]
-            self.positions[at:last] = where
-            self.slots[at:last] = table[where // PAGE_SIZE] * PAGE_SIZE + where % PAGE_SIZE
-            self.kv_lengths[len(self.logit_rows) + index] = row.end
-            self.table[len(self.logit_rows) + index] = table
-            self.cu_q[index + 1 :] = last
-            self.logit_rows[decode + index] = last - 1
-            at = last
 
 
 def _needs_plain_sampler(sequence: Sequence) -> bool:

@@ -243,20 +243,16 @@ def _verdicts(problems: list[Problem], of_class: list[list[Candidate]]) -> list[
     by side; the classes of one name follow each other, so that they do not all compile the same."""
     with torch.inference_mode():
         expected = [problem.run(FA2) for problem in problems]
-    classes_of: dict[str, list[int]] = {}
+    of_name: dict[str, list[tuple[int, Candidate]]] = {}
     for index, tried in enumerate(of_class):
         for candidate in tried:
-            classes_of.setdefault(candidate.name, []).append(index)
+            of_name.setdefault(candidate.name, []).append((index, candidate))
 
-    def judge(name: str) -> dict[int, str]:
-        found: dict[int, str] = {}
-        for index in classes_of[name]:
-            candidate = next(candidate for candidate in of_class[index] if candidate.name == name)
-            found[index] = _verdict(candidate, problems[index], expected[index])
-        return found
+    def judge(named: list[tuple[int, Candidate]]) -> dict[int, str]:
+        return {index: _verdict(candidate, problems[index], expected[index]) for index, candidate in named}
 
     with ThreadPoolExecutor(8) as pool:
-        verdicts = dict(zip(classes_of, pool.map(judge, classes_of), strict=True))
+        verdicts = dict(zip(of_name, pool.map(judge, of_name.values()), strict=True))
     return [
         [(candidate, verdicts[candidate.name][index]) for candidate in tried]
         for index, tried in enumerate(of_class)
