@@ -43,9 +43,9 @@ DIALOGUE_SKILLS: dict[str, Callable[[Gen], Dialogue]] = {
 
 # Share of dialogues, in per cent. "continue" is plain text without the chat format.
 MIX = {
-    "qa": 22, "unknown": 7, "count": 4, "echo": 6, "unicode": 4, "reverse": 10, "spell": 6, "sort": 4,
-    "arithmetic": 3, "alphabet": 2, "recall": 6, "memory": 4, "style": 8, "tools": 8, "json": 2,
-    "thinking": 2, "continue": 2,
+    "qa": 22, "unknown": 7, "count": 4, "echo": 6, "unicode": 3, "reverse": 13, "spell": 9, "sort": 3,
+    "arithmetic": 3, "alphabet": 1, "recall": 5, "memory": 3, "style": 8, "tools": 8, "json": 2,
+    "thinking": 2, "continue": 1,
 }
 SKILLS = tuple(MIX)
 

@@ -112,10 +112,13 @@ class Gen:
         """A word for letter work; the evaluation also draws real words that training never contains.
 
         A word that is held out of one skill is trained in the others: what letters a token stands for can
-        only be learned from meeting it somewhere.
+        only be learned from meeting it somewhere. Some words of training are two in one: there the few hundred
+        real words stand in any company, so that knowing each by heart is not enough.
         """
         if self.evaluation and self.chance(0.4):
             return self.pick(words.HELD_OUT_WORDS)
+        if not self.evaluation and self.chance(0.25):
+            return self.fresh(f"letters-{skill}", lambda: (self.pick(words.WORDS) + self.pick(words.WORDS))[:14])
         return self.fresh(f"letters-{skill}", self.word)
 
     def name(self) -> str:

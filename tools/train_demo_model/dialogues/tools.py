@@ -356,10 +356,20 @@ def _call_message(calls: list[dict[str, Any]]) -> Message:
     }
 
 
+def _value(g: Gen) -> Any:
+    """A number, a word, a city, a time of day or a decimal number."""
+    return g.pick(
+        (
+            g.number(0, 999), g.word(), g.city(), f"{g.number(0, 23):02}:{g.number(0, 59):02}",
+            g.number(1, 999) / g.pick((10, 100)),
+        )
+    )
+
+
 def _result(g: Gen) -> tuple[str, str]:
     """What a tool returned and how the assistant tells it."""
     if g.chance(0.4):
-        text = g.fresh("result", lambda: g.text("ws")) if g.chance(0.7) else str(g.number(0, 99999))
+        text = g.fresh("result", lambda: g.text("ws") if g.chance(0.6) else str(_value(g)))
         return text, f"The result is: {text}"
     keys = g.sample(
         (
@@ -368,7 +378,7 @@ def _result(g: Gen) -> tuple[str, str]:
         ),
         g.number(1, 3),
     )
-    values = [g.fresh("result", lambda: g.pick((g.number(0, 999), g.word(), g.city()))) for _ in keys]
+    values = [g.fresh("result", lambda: _value(g)) for _ in keys]
     told = ", ".join(f"{key} {value}" for key, value in zip(keys, values, strict=True))
     return json.dumps(dict(zip(keys, values, strict=True)), ensure_ascii=False), f"The result is: {told}"
 
