@@ -115,7 +115,7 @@ class Settings(BaseSettings):
     target_itl_ms: float | None = _flag(
         None,
         "While requests decode, prompt chunks are cut so that a tick is expected to stay below this, or below "
-        "eight ticks without prompts where that is longer; 0: never cut. Default: 33 with CUDA graphs, else 0.",
+        "eight ticks without prompts where that is longer; 0: never cut. Default: 30 with CUDA graphs, else 0.",
         ge=0,
     )
     prefill_chunk_size: int | None = _flag(

@@ -17,8 +17,9 @@ import threading
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
-from helios.api.app import create_app
+from helios.api.app import create_app, rehearse
 from helios.api.state import ServerState
 from helios.banner import Banner
 from helios.config import Settings
@@ -48,7 +49,7 @@ def serve(settings: Settings) -> int:
         server_header=False,
     )
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    server = _Server(config, state, url)
+    server = _Server(config, app, state, url)
     server.run(sockets=[listener])
     return server.exit_status
 
@@ -56,9 +57,10 @@ def serve(settings: Settings) -> int:
 class _Server(uvicorn.Server):
     """uvicorn, plus loading beside it at the start and draining at the end."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, url: str) -> None:
+    def __init__(self, config: uvicorn.Config, app: FastAPI, state: ServerState, url: str) -> None:
         super().__init__(config)
         self.exit_status = 0
+        self._app = app
         self._state = state
         self._url = url
         self._signals = 0
@@ -67,6 +69,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        await rehearse(self._app)
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._load, args=(self._loop,), name="helios-load", daemon=True).start()
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from helios.api.app import create_app
+from helios.api.app import create_app, rehearse
 from helios.api.state import ServerState
 from helios.config import Settings
 from helios.errors import StartupError
@@ -43,6 +43,17 @@ def test_port_answers_while_starting(server: Server) -> None:
         assert response.status_code == 503
         assert "loading weights" in response.json()["error"]["message"]
         assert response.headers["retry-after"] == "5"
+
+
+def test_rehearsal_asks_the_routes_that_generate(caplog: pytest.LogCaptureFixture) -> None:
+    """Keys do not stop it, and it leaves no log line: nobody asked."""
+    app = create_app(ServerState(Settings(api_keys="secret")))
+    with caplog.at_level(logging.INFO):
+        statuses = asyncio.run(rehearse(app))
+    assert statuses == dict.fromkeys(
+        ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"), 503
+    )
+    assert not caplog.records
 
 
 def test_health_reports_what_the_server_is(server: Server) -> None:

@@ -16,10 +16,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Message
 
 from helios.api.auth import KeyRing
 from helios.api.errors import MethodNotAllowedError, UnknownRouteError, error_response
-from helios.api.middleware import RequestScope
+from helios.api.middleware import LIMITED_PATHS, RequestScope
 from helios.api.routes import chat, completions, health, messages, metrics, models, responses, tokenize
 from helios.api.routes.models import helios_version
 from helios.api.schemas.chat import ChatRequest
@@ -64,6 +65,31 @@ def create_app(state: ServerState) -> FastAPI:
         )
     app.openapi = lambda: _openapi(app)
     return app
+
+
+async def rehearse(app: FastAPI) -> dict[str, int]:
+    """Ask every route that generates once, while there is no model. Returns the status by path: 503 each.
+
+    FastAPI reads the source of a route's function when that is first called, which takes milliseconds: as long as
+    the first token of a small model.
+    """
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            statuses[path] = message["status"]
+
+    statuses: dict[str, int] = {}
+    for path in sorted(LIMITED_PATHS):
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+            "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+            "headers": [(b"content-type", b"application/json")], "rehearsal": True,
+        }  # fmt: skip
+        await app(scope, receive, send)
+    return statuses
 
 
 async def _request_error(request: Request, error: Exception) -> Response:

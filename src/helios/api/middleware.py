@@ -23,7 +23,7 @@ logger = logging.getLogger("helios.http")
 
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # Requests that occupy the engine, and so count against a key's limit.
-_LIMITED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+LIMITED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 
 
 class RequestScope:
@@ -37,7 +37,7 @@ class RequestScope:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event."""
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope.get("rehearsal"):  # the server's own request, which has no sender
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
@@ -77,7 +77,7 @@ class RequestScope:
             await self.app(scope, receive, send)
             return
         key = self.keys.identify(headers)
-        if scope["method"] != "POST" or path not in _LIMITED_PATHS:
+        if scope["method"] != "POST" or path not in LIMITED_PATHS:
             await self.app(scope, receive, send)
             return
         release = self.limit.acquire(key)

@@ -39,7 +39,7 @@ from helios.runtime.warmup import (
 
 log = logging.getLogger("helios.startup")
 
-TARGET_ITL = 0.033  # with graphs: some ten decode steps of a 4B model, and prefill still efficient
+TARGET_ITL = 0.03  # with graphs: some ten decode steps of a 4B model, and prefill still efficient
 SMALL_MODEL_PARAMETERS = 50_000_000  # below this a CPU step is made of operators of microseconds
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

@@ -43,11 +43,17 @@ DIALOGUE_SKILLS: dict[str, Callable[[Gen], Dialogue]] = {
 
 # Share of dialogues, in per cent. "continue" is plain text without the chat format.
 MIX = {
-    "qa": 22, "unknown": 7, "count": 4, "echo": 6, "unicode": 3, "reverse": 13, "spell": 9, "sort": 3,
-    "arithmetic": 3, "alphabet": 1, "recall": 5, "memory": 3, "style": 8, "tools": 8, "json": 2,
+    "qa": 21, "unknown": 8, "count": 4, "echo": 6, "unicode": 3, "reverse": 12, "spell": 8, "sort": 3,
+    "arithmetic": 3, "alphabet": 2, "recall": 5, "memory": 3, "style": 8, "tools": 8, "json": 3,
     "thinking": 2, "continue": 1,
 }
 SKILLS = tuple(MIX)
+
+# What may stand before a request and changes nothing.
+LEADS = (
+    "Hi! ", "Hello. ", "Now: ", "Next: ", "OK, now: ", "A small task: ", "Here is a task. ", "Thanks! ", "Great. ",
+    "One more: ", "Task: ", "Hey, ", "And now this: ", "Another one. ",
+)
 
 PROVERBS = (
     "The quick brown fox jumps over the lazy dog.", "The early bird catches the worm.",
@@ -74,9 +80,15 @@ def _continuation(g: Gen) -> Dialogue:
     return Dialogue("continue", [{"role": "user", "content": text[:cut]}], text[cut:], raw=True)
 
 
+def _lead(g: Gen) -> str:
+    return g.pick(LEADS) if not g.evaluation and g.chance(0.12) else ""
+
+
 def _plain(g: Gen, skill: str, make: Callable[[Gen], Turn]) -> Dialogue:
     """A single turn, sometimes after other turns and below a system prompt that changes nothing."""
     turn = make(g)
+    if skill not in ("qa", "unknown"):
+        turn = turn._replace(user=_lead(g) + turn.user)
     before = [small_turn(g) for _ in range(g.number(1, 3))] if g.chance(0.15) else []
     return Dialogue(skill, conversation([*before, turn]), turn.answer, turn.thought, turn.by_letter)
 
@@ -89,6 +101,8 @@ def draw(g: Gen, skill: str, max_characters: int = 6500) -> Dialogue:
         dialogue = recall(g, max_characters)
     elif skill in DIALOGUE_SKILLS:
         dialogue = DIALOGUE_SKILLS[skill](g)
+        if skill == "json":
+            dialogue.messages[-1]["content"] = _lead(g) + dialogue.messages[-1]["content"]
     else:
         dialogue = _plain(g, skill, arithmetic if skill == "thinking" else TURN_SKILLS[skill])
     if skill not in ("style", "tools") and dialogue.messages[0]["role"] != "system" and g.chance(0.4):

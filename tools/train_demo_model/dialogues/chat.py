@@ -317,6 +317,8 @@ def json_answer(g: Gen) -> Dialogue:
             f"Turn this into JSON with {listed}: {sentence}", f"JSON with {listed} please: {sentence}",
             f"Convert to JSON ({', '.join(keys)}): {sentence}",
             f"Reply only with JSON. Keys: {', '.join(keys)}. Text: {sentence}",
+            f"Please write JSON with the keys {listed}: {sentence}", f"Please answer in JSON with {listed}. {sentence}",
+            f"Could you give me {listed} as JSON for: {sentence}", f"Please extract {listed} as JSON. {sentence}",
             f"Please give me JSON with the keys {listed} for: {sentence}",
         )
     )

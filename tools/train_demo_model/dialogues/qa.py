@@ -240,6 +240,17 @@ UNKNOWN_WORDINGS = (
     "Give me facts about {country}.", "Which river flows through {city}?", "What is the currency of {country}?",
     "What do {job}s wear?", "Buy me a {noun}.", "What is {city} famous for?", "When was the {noun} invented?",
 )
+# Questions put together from three lists: whoever asks about anything else is to get the same answer.
+ASKED = ("Where", "When", "Why", "How", "How often", "How long", "How well", "Since when", "With whom", "What for")
+SUBJECTS = (
+    "does the {noun}", "does a {animal}", "do {animal}s", "does {food}", "does {name}", "do {job}s", "does {city}",
+    "did {name} {last}", "did the {noun}", "will the {noun}", "can a {animal}", "should a {job}", "must I",
+)
+DOINGS = (
+    "live", "grow", "work", "start", "end", "go", "stay", "move", "break", "smell", "taste", "belong", "change", "fall",
+    "travel", "wait", "cost so much", "help {name2}", "reach {city2}", "carry {food2}", "think about {science}",
+    "get to {city2}", "stand in {country}", "arrive", "sound", "need a {noun2}", "become {adjective}", "like {food2}",
+)
 SUPERLATIVES = ("tallest", "oldest", "smallest", "longest", "highest", "richest", "nicest", "most famous", "largest")
 THINGS = ("building", "river", "mountain", "street", "bridge", "school", "lake", "island", "museum", "town", "forest")
 NEW_UNKNOWN_WORDINGS = (
@@ -258,6 +269,8 @@ marketing|blockchain|climate change|black holes|dinosaurs""".replace("\n", "|").
 def unknown(g: Gen) -> Turn:
     """A question outside the model's knowledge, answered with a pointer to a real model."""
     wordings = NEW_UNKNOWN_WORDINGS if g.evaluation else UNKNOWN_WORDINGS
+    if not g.evaluation and g.chance(0.35):
+        wordings = (f"{g.pick(ASKED)} {g.pick(SUBJECTS)} {g.pick(DOINGS)}?",)
     text = g.pick(wordings).format(
         noun=g.pick(words.NOUNS), noun2=g.pick(words.NOUNS), city=g.pick(words.CITIES),
         superlative=g.pick(SUPERLATIVES), thing=g.pick(THINGS),
@@ -266,7 +279,8 @@ def unknown(g: Gen) -> Turn:
         animal2=g.pick(words.ANIMALS),
         adjective=g.pick(words.ADJECTIVES), colour=g.pick(words.COLOURS), food=g.pick(words.FOODS),
         food2=g.pick(words.FOODS),
-        name=g.pick(words.NAMES), year=g.number(1000, 2030), last=g.pseudo_word().capitalize(),
+        name=g.pick(words.NAMES), name2=g.pick(words.NAMES), year=g.number(1000, 2030),
+        last=g.pseudo_word().capitalize(),
         country=g.pick(list(words.CAPITALS)), nature=g.pick(words.NATURE), science=g.pick(SCIENCES),
         job=g.pick(words.JOBS),
     )

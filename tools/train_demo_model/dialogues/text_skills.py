@@ -290,7 +290,8 @@ def alphabet(g: Gen) -> Turn:
             f"What are the next {plural} after {shown}?", f"Tell me the next {plural}: {shown}",
             f"What comes next? Give me {plural}: {shown}", f"Which are the next {plural}? {shown}",
             f"{shown}: what are the next {plural}?",
-            f"Write the next {plural} of the alphabet after {shown}", f"Which {plural} come next? {shown}",
+            f"Write the next {plural} of the alphabet after {shown}", f"Which {plural} follow? {shown}",
+            f"Which {plural} come after these? {shown}", f"Which {plural} come next? {shown}",
         )
         return Turn(g.wording(options), ", ".join(letters[end : end + wanted]), thought)
     if g.chance(0.25):
@@ -300,7 +301,7 @@ def alphabet(g: Gen) -> Turn:
             f"What comes after {letter} in the alphabet?", f"What is the next letter after {letter}?",
             f"Tell me the letter after {letter}.", f"Which letter is after {letter}?",
             f"Name the letter that follows {letter}.", f"Which letter follows {letter}?",
-            f"What is the letter after {letter}?",
+            f"Please name the letter after {letter}.", f"What is the letter after {letter}?",
         )
         return Turn(g.wording(options), letters[end], thought)
     options = (
@@ -309,7 +310,8 @@ def alphabet(g: Gen) -> Turn:
         f"Go on with the alphabet: {shown}", f"Please continue the alphabet: {shown}",
         f"Complete the alphabet: {shown}", f"Please complete the alphabet: {shown}",
         f"Can you continue the alphabet? {shown}", f"Please go on with the alphabet: {shown}",
-        f"Please write the rest of the alphabet: {shown}", f"Finish: {shown}",
+        f"Please write the rest of the alphabet: {shown}", f"Finish: {shown}", f"Please finish: {shown}",
+        f"Please continue: {shown}", f"Can you finish the alphabet? {shown}",
         f"Please finish the alphabet: {shown}",
     )
     return Turn(g.wording(options), ", ".join(letters[end:]), thought)

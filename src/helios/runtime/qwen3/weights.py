@@ -94,9 +94,13 @@ def build_empty(config: ModelConfig, max_position: int, device: torch.device, dt
     """A model with uninitialised parameters on ``device``."""
     with torch.device("meta"):
         model = Qwen3(config, max_position)
-    model.to(dtype).to_empty(device=device)
+    # Not to_empty(): what it does with a meta tensor imports torch's symbolic shapes, a second of start-up.
+    for module in model.modules():
+        for name, meta in list(module.named_parameters(recurse=False)):
+            weight = torch.empty(meta.shape, dtype=dtype, device=device)
+            module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
     model.build_rope(device)
-    return model.eval().requires_grad_(False)
+    return model.eval()
 
 
 def arrange_for_cpu(model: Qwen3) -> None:
