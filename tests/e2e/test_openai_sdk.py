@@ -341,8 +341,8 @@ def test_tool_choice(client: openai.OpenAI) -> None:
     assert calls(chat(client, OSLO, tool_choice="auto", **both)) == calls(answer)
     named = {"type": "function", "function": {"name": "get_time"}}
     assert calls(chat(client, OSLO, tool_choice=named, **both)) == [("get_time", {"city": "Oslo"})]
-    assert calls(chat(client, "Hello!", **both)) == []
-    forced = chat(client, "Hello!", tool_choice="required", **both)
+    assert calls(chat(client, "Tell me about Oslo.", **both)) == []
+    forced = chat(client, "Tell me about Oslo.", tool_choice="required", **both)
     assert forced.choices[0].finish_reason == "tool_calls"
     assert all(set(arguments) == {"city"} for _, arguments in calls(forced))
     none = chat(client, OSLO, tool_choice="none", **both)

@@ -62,9 +62,13 @@ def mixed_ladder(max_rows: int) -> list[int]:
 
 
 def token_ladder(max_rows: int, max_tokens: int) -> list[int]:
-    """Numbers of tokens in mixed graphs, for ticks of ``max_tokens``, or of all rows and a few more."""
-    most = min(max(max_tokens, max_rows + MIXED_TOKENS[0]), max(MIXED_TOKENS[-1], 2 * max_rows))
-    return [size for size in MIXED_TOKENS if size < most] + [most]
+    """Numbers of tokens in mixed graphs, for ticks of ``max_tokens``, or of all rows and a few more. Beyond
+    MIXED_TOKENS four sizes until the double."""
+    most = max(max_tokens, max_rows + MIXED_TOKENS[0])
+    sizes = list(MIXED_TOKENS)
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + (1 << (sizes[-1].bit_length() - 3)))
+    return [size for size in sizes if size < most] + [most]
 
 
 class GraphPending(Pending):
