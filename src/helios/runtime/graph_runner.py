@@ -65,7 +65,7 @@ def token_ladder(max_rows: int, max_tokens: int) -> list[int]:
     """Numbers of tokens in mixed graphs, for ticks of ``max_tokens``, or of all rows and a few more. Beyond
     MIXED_TOKENS four sizes until the double."""
     most = max(max_tokens, max_rows + MIXED_TOKENS[0])
-    sizes = list(MIXED_TOKENS)
+    sizes: list[int] = list(MIXED_TOKENS)
     while sizes[-1] < most:
         sizes.append(sizes[-1] + (1 << (sizes[-1].bit_length() - 3)))
     return [size for size in sizes if size < most] + [most]
