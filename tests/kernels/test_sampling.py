@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from helios.kernels import sampling
 from helios.kernels.common import available
 from helios.kernels.sampling import sample, sample_reference
 from helios.runtime.philox import random_words
@@ -124,6 +125,30 @@ def test_more_ties_than_the_list_holds() -> None:
     logits = torch.zeros(2, 5000, device=DEVICE)
     logits[:, 4900:] = 2.0
     check(logits, [{"temperature": 1.0, "top_k": 150, "top_p": 0.9}, {"temperature": 1.0, "top_p": 0.5}])
+
+
+def test_nearly_equal_probabilities_leave_few_in_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights give such logits, and top_p then keeps most of a large vocabulary (here a quarter of the usual,
+    with a quarter of the list). Would catch counting that leaves more than the list holds: the last program, one for
+    a row, would read all logits several times."""
+    seen: list[Any] = []
+
+    class Finish:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*args: Any, **options: Any) -> Any:
+                seen.extend((args[6].clone(), args[7].sum(-1)))  # keys, and number and mass of all parts
+                return finish[grid](*args, **options)
+
+            return launch
+
+    finish = sampling._finish
+    monkeypatch.setattr(sampling, "_finish", Finish())
+    monkeypatch.setattr(sampling, "LIST_SIZE", 1024)
+    monkeypatch.setattr(sampling, "PASSES", (*sampling.PASSES[:2], (16, 16, 1024)))
+    check(normal(1, 38_000, 1.0), [{"temperature": 0.6, "top_p": 0.95}])
+    keys, (numbers, masses) = (of_all[..., 0, :] for of_all in seen)
+    enough = masses >= 0.95 * masses[keys >= 0].max()
+    assert 0 < numbers[(keys >= 0) & enough].min() - numbers[(keys >= 0) & ~enough].max() <= 1024
 
 
 def test_greedy_takes_the_first_of_equal_maxima() -> None:

@@ -13,8 +13,9 @@ pivots per pass instead of sorting is the idea of Qrita (arXiv 2602.01518) and o
 kernels (which reject draws where this finds the threshold). Here:
 
 1. ``_chunk``: maxima (and the whole draw of rows without filters beside filtered ones);
-2. ``count_within``, twice: number and mass within eight pivots, per chunk; the second time between the
-   neighbouring pivots that the first time left in question, if these hold many.
+2. ``count_within``, up to three times: number and mass within some pivots, per chunk; then between the
+   neighbouring pivots that the time before left in question, if these hold many. The third time is for nearly
+   equal probabilities, where they hold more than the list of the next step.
    With a small top_k, the best logits of the chunks bound the k-th best of all, and parts of the row beyond
    that bound are not even loaded;
 3. ``collect``: draws among the tokens that are allowed for certain, and copies those still in question
@@ -49,7 +50,7 @@ from helios.kernels.sampling_common import (
     load4,
     random_words,
 )
-from helios.kernels.sampling_filters import COUNT_PIVOTS, collect, count_within, filtered_token
+from helios.kernels.sampling_filters import FIRST_PIVOTS, collect, count_within, filtered_token
 from helios.runtime import sampler
 from helios.runtime.sampler import SamplingTensors
 
@@ -57,6 +58,9 @@ CHUNK_TOKENS = 2048  # per program of the first pass with filters: some 75 progr
 PART_TOKENS = 2 * CHUNK_TOKENS  # of the passes behind it; fewer, as each reads what all chunks counted
 LIST_BLOCK = 1024  # candidates looked at together
 LIST_SIZE = 4096  # candidates a list holds; with more in question, the last program reads the logits instead
+# Counting passes: pivots before, pivots of its own, tokens in question that make it unnecessary. The sums of
+# pivots are powers of two.
+PASSES = ((0, FIRST_PIVOTS, 0), (FIRST_PIVOTS, 8, LIST_BLOCK), (16, 16, LIST_SIZE))
 
 
 def draw_config(rows: int) -> tuple[int, int, int]:
@@ -94,7 +98,7 @@ def sample(
     chunk = CHUNK_TOKENS if filters else draw_config(rows)[0]
     chunks = (vocabulary + chunk - 1) // chunk
     parts = (vocabulary + PART_TOKENS - 1) // PART_TOKENS
-    pivots = 2 * COUNT_PIVOTS  # of both counting passes
+    pivots = sum(own for _, own, _ in PASSES)
     # Per chunk: largest logit, best score, its token. [3, rows, chunks]
     drawn = torch.empty(3, rows, chunks, dtype=torch.float32, device=device)
     # Per part of a filtered row: best score and its token. [2, rows, parts]
@@ -134,7 +138,7 @@ def sample(
             FAST=fast,
             **launch_options(4),
         )
-        for done in range(0, pivots, COUNT_PIVOTS):
+        for done, own, enough in PASSES:
             count_within[(rows, parts)](
                 logits,
                 packed,
@@ -143,7 +147,8 @@ def sample(
                 keys,
                 counted,
                 DONE=done,
-                ENOUGH=LIST_BLOCK,
+                PIVOTS=own,
+                ENOUGH=enough,
                 ALL=pivots,
                 CHUNK=CHUNK_TOKENS,
                 BLOCK=PART_TOKENS,

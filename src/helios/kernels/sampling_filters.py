@@ -24,11 +24,10 @@ from helios.kernels.sampling_common import (
 )
 from helios.runtime.sampler import NOISE_RANGE
 
-COUNT_PIVOTS = 8  # per counting pass
-_PIVOTS = constant(COUNT_PIVOTS)
+FIRST_PIVOTS = 8  # of the first counting pass
 _SEARCH_PIVOTS = constant(16)  # per step of the search in the list
 # The pivots of the first counting pass are evenly spaced in bits, so nearly geometrically in distance.
-_FIRST_STEP = constant((bits(NOISE_RANGE) - bits(NOISE_RANGE / 32)) // (COUNT_PIVOTS - 1))
+_FIRST_STEP = constant((bits(NOISE_RANGE) - bits(NOISE_RANGE / 32)) // (FIRST_PIVOTS - 1))
 _NEAR_KEY = constant(bits(NOISE_RANGE / 64))
 
 
@@ -86,7 +85,7 @@ def _bracket(
     masses = tl.load(at + tl.num_programs(0).to(tl.int64) * ALL * PARTS, inside, other=0.0)
     number = tl.sum(numbers, 1)
     mass = tl.sum(masses.to(tl.float64), 1)
-    # Neither is in order from here on, nor need it be: the second count's pivots lie between the first's.
+    # Neither is in order from here on, nor need it be: a later count's pivots lie between those before.
     last = tl.max(key, 0)
     total = tl.max(mass, 0)
     low = -1
@@ -138,6 +137,7 @@ def count_within(
     keys,
     counted,
     DONE: tl.constexpr,
+    PIVOTS: tl.constexpr,
     ENOUGH: tl.constexpr,
     ALL: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -161,22 +161,22 @@ def count_within(
     best = tl.max(tops, 0)
     if tl.abs(best) == float("inf"):
         return
-    index = tl.arange(0, _PIVOTS)
+    index = tl.arange(0, PIVOTS)
     if DONE == 0:
         last = LAST_KEY
         if top_k <= CHUNKS:
             last = _limit(tops, best, inverse_temperature, top_k)
-        pivots = tl.maximum(last - (_PIVOTS - 1 - index) * _FIRST_STEP, 0)
+        pivots = tl.maximum(last - (PIVOTS - 1 - index) * _FIRST_STEP, 0)
     else:
         low, last, _, _, _, _, asked = _bracket(
             (keys, counted), row, top_k, top_p, DONE, ALL, PARTS, PARTS_PADDED
         )
         if tl.sum(asked, 0) <= ENOUGH:
-            # Few enough are in question for one block of _finish.
+            # Few enough are in question for _finish.
             if part == 0:
                 tl.store(keys + row * ALL + DONE + index, index * 0 - 1)
             return
-        step = (last - low + _PIVOTS) // (_PIVOTS + 1)
+        step = (last - low + PIVOTS) // (PIVOTS + 1)
         pivots = tl.minimum(low + step * (index + 1), last)
     if part == 0:
         tl.store(keys + row * ALL + DONE + index, pivots)
