@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,9 @@ import torch
 from helios.config import load
 from helios.errors import StartupError
 from helios.runtime import build as build_room
+from helios.runtime.assemble import assemble
 from helios.runtime.build import Built, build
+from helios.runtime.engine import Engine
 from helios.runtime.progress import StartupProgress
 from helios.runtime.request import Job, SamplingParams
 from tests.model.checkpoints import TINY, write_model_folder
@@ -66,6 +69,30 @@ def test_build_reports_what_it_made(folder: Path) -> None:
     assert built.engine.config.eos_token_ids == {256, 258}
     assert built.engine.pool.num_free == 24
     assert len(greedy(built, prompt(300))) == 12
+
+
+def test_the_worker_has_served_before_it_is_handed_over(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch a first client that pays for the worker thread's first tick, or finds it in the counts."""
+    threads: list[str] = []
+    step = Engine.step
+
+    def watched(engine: Engine) -> Any:
+        threads.append(threading.current_thread().name)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", watched)
+    chosen = {"model_id": folder, "device": "cpu", "num_pages": 24, "max_batch_size": 4}
+    assembled = assemble(load({name: str(value) for name, value in chosen.items()}))
+    try:
+        assert threads.count("helios-engine") > 1
+        assert assembled.built.engine.num_ticks == 0
+        lines = assembled.frontend.metrics.render().decode().splitlines()
+        counts = [line for line in lines if line.startswith("helios:iteration_tokens_total_count")]
+        assert [line.rpartition(" ")[2] for line in counts] == ["0.0"]
+    finally:
+        assembled.frontend.close()
 
 
 def test_small_context_can_be_built(folder: Path) -> None:

@@ -16,6 +16,7 @@ from helios.runtime.progress import StartupProgress
 from helios.runtime.prompt_encoder import control_tokens
 from helios.runtime.scheduler import Scheduler
 from helios.runtime.snapshot import Snapshot, load_json
+from helios.runtime.warmup import rehearse
 
 log = logging.getLogger("helios.startup")
 
@@ -43,12 +44,13 @@ def assemble(settings: Settings, progress: StartupProgress | None = None) -> Ass
     )
     model = model_info(settings, built)
     metrics = Metrics(model.name, model.max_model_len, settings.metrics_alias)
-    engine.on_tick = metrics.observe_tick
     frontend = Frontend(
         settings, built.tokenizer, template, scheduler, model, metrics,
         vocabulary=built.vocabulary, grammars=built.grammars,
     )  # fmt: skip
     scheduler.start()
+    scheduler.call(lambda: rehearse(engine), timeout=None)
+    engine.on_tick = metrics.observe_tick
     return Assembled(frontend, scheduler, built, built.report())
 
 

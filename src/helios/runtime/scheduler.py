@@ -126,10 +126,10 @@ class Scheduler:
         if self._thread.is_alive():
             self._thread.join(timeout=CALL_TIMEOUT_SECONDS)
 
-    def call(self, function: Callable[[], Any]) -> Any:
+    def call(self, function: Callable[[], Any], timeout: float | None = CALL_TIMEOUT_SECONDS) -> Any:
         """Run ``function`` on the worker between two ticks and return its result.
 
-        Raises what ``function`` raises, EngineDeadError if the worker is gone, TimeoutError after ten seconds.
+        Raises what ``function`` raises, EngineDeadError if the worker is gone, TimeoutError after ``timeout`` seconds.
         """
         done = threading.Event()
         result: list[Any] = []
@@ -148,7 +148,7 @@ class Scheduler:
                 raise EngineDeadError("The engine has stopped.")
             self._calls.append(run)
             self._condition.notify()
-        if not done.wait(CALL_TIMEOUT_SECONDS):
+        if not done.wait(timeout):
             raise TimeoutError("the engine did not answer")
         if failure:
             raise failure[0]

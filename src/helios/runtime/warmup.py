@@ -154,6 +154,19 @@ def warm_up(
         warmed.append(bucket)
         stages.append(lambda rows=bucket: _run(engine, [8] * rows))
         stages.append(lambda rows=bucket: _run(engine, [2 + index % 13 for index in range(rows)]))
+    _drive(engine, stages, report)
+    engine.cost.keep_samples()
+    return warmed
+
+
+def rehearse(engine: Engine) -> None:
+    """Serve one made-up request: the first tick of a thread takes longer than its others, and is not to be a
+    client's."""
+    _drive(engine, [lambda: _run(engine, [PAGE_SIZE + 1])], lambda done, total: None)
+
+
+def _drive(engine: Engine, stages: list[Callable[[], None]], report: Callable[[int, int], object]) -> None:
+    """Run the stages, and leave no trace of their requests."""
     engine_log = logging.getLogger("helios.engine")
     level = engine_log.level
     engine_log.setLevel(logging.WARNING)  # made-up requests are no events
@@ -161,14 +174,12 @@ def warm_up(
         stage()
         report(number, len(stages))
     engine_log.setLevel(level)
-    engine.cost.keep_samples()
     engine.kv.clear()
     cache = engine.prefix_cache
     cache.query_tokens = cache.hit_tokens = cache.evictions = cache.expirations = 0
     engine.num_ticks = engine.num_finished_jobs = engine.num_preemptions = 0
     engine.tick_log.clear()
     engine.check_integrity()
-    return warmed
 
 
 def _calibration(engine: Engine) -> list[int]:
