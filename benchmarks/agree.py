@@ -128,7 +128,8 @@ def vllm_command(options: argparse.Namespace, target: Target, seed: int, folder:
         "backend": "openai", "base-url": options.base_url, "endpoint": "/v1/completions", "model": target.model,
         "tokenizer": str(options.model_folder), "dataset-name": "random", "random-input-len": options.input,
         "random-output-len": options.output, "num-prompts": options.count,
-        "max-concurrency": options.concurrency, "temperature": 0.6, "top-p": 1.0, "seed": seed, "num-warmups": 1,
+        "max-concurrency": options.concurrency, "temperature": SAMPLING["temperature"], "top-p": SAMPLING["top_p"],
+        "seed": seed, "num-warmups": 1,
         "percentile-metrics": "ttft,tpot,itl,e2el", "result-dir": folder, "result-filename": "vllm.json",
     }  # fmt: skip
     flags = [part for name, value in values.items() for part in (f"--{name}", str(value))]

@@ -15,9 +15,10 @@ import socket
 import sys
 import threading
 from types import FrameType
+from typing import cast
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from helios.api.app import create_app, rehearse
 from helios.api.state import ServerState
@@ -49,7 +50,7 @@ def serve(settings: Settings) -> int:
         server_header=False,
     )
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    server = _Server(config, app, state, url)
+    server = _Server(config, state, url)
     server.run(sockets=[listener])
     return server.exit_status
 
@@ -57,10 +58,9 @@ def serve(settings: Settings) -> int:
 class _Server(uvicorn.Server):
     """uvicorn, plus loading beside it at the start and draining at the end."""
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, state: ServerState, url: str) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState, url: str) -> None:
         super().__init__(config)
         self.exit_status = 0
-        self._app = app
         self._state = state
         self._url = url
         self._signals = 0
@@ -69,7 +69,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        await rehearse(self._app)
+        await rehearse(cast(ASGIApp, self.config.loaded_app))
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._load, args=(self._loop,), name="helios-load", daemon=True).start()
 

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message
+from starlette.types import ASGIApp, Message
 
 from helios.api.auth import KeyRing
 from helios.api.errors import MethodNotAllowedError, UnknownRouteError, error_response
@@ -67,7 +67,7 @@ def create_app(state: ServerState) -> FastAPI:
     return app
 
 
-async def rehearse(app: FastAPI) -> dict[str, int]:
+async def rehearse(app: ASGIApp) -> dict[str, int]:
     """Ask every route that generates once, while there is no model. Returns the status by path: 503 each.
 
     FastAPI reads the source of a route's function when that is first called, which takes milliseconds: as long as

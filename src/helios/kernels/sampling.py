@@ -58,9 +58,9 @@ CHUNK_TOKENS = 2048  # per program of the first pass with filters: some 75 progr
 PART_TOKENS = 2 * CHUNK_TOKENS  # of the passes behind it; fewer, as each reads what all chunks counted
 LIST_BLOCK = 1024  # candidates looked at together
 LIST_SIZE = 4096  # candidates a list holds; with more in question, the last program reads the logits instead
-# Counting passes: pivots before, pivots of its own, tokens in question that make it unnecessary. The sums of
-# pivots are powers of two.
-PASSES = ((0, FIRST_PIVOTS, 0), (FIRST_PIVOTS, 8, LIST_BLOCK), (16, 16, LIST_SIZE))
+# Counting passes: pivots, and tokens in question that make the pass unnecessary. Sums of pivots from the first on
+# are powers of two.
+PASSES = ((FIRST_PIVOTS, 0), (8, LIST_BLOCK), (16, LIST_SIZE))
 
 
 def draw_config(rows: int) -> tuple[int, int, int]:
@@ -98,7 +98,7 @@ def sample(
     chunk = CHUNK_TOKENS if filters else draw_config(rows)[0]
     chunks = (vocabulary + chunk - 1) // chunk
     parts = (vocabulary + PART_TOKENS - 1) // PART_TOKENS
-    pivots = sum(own for _, own, _ in PASSES)
+    pivots = sum(own for own, _ in PASSES)
     # Per chunk: largest logit, best score, its token. [3, rows, chunks]
     drawn = torch.empty(3, rows, chunks, dtype=torch.float32, device=device)
     # Per part of a filtered row: best score and its token. [2, rows, parts]
@@ -138,7 +138,8 @@ def sample(
             FAST=fast,
             **launch_options(4),
         )
-        for done, own, enough in PASSES:
+        done = 0
+        for own, enough in PASSES:
             count_within[(rows, parts)](
                 logits,
                 packed,
@@ -155,6 +156,7 @@ def sample(
                 **filter_sizes,
                 **launch_options(8),
             )
+            done += own
         collect[(rows, parts)](
             logits,
             packed,

@@ -94,7 +94,7 @@ def build_empty(config: ModelConfig, max_position: int, device: torch.device, dt
     """A model with uninitialised parameters on ``device``."""
     with torch.device("meta"):
         model = Qwen3(config, max_position)
-    # Not to_empty(): what it does with a meta tensor imports torch's symbolic shapes, a second of start-up.
+    # Not to_empty(): what it does with a meta tensor imports torch's symbolic shapes, half a second or more.
     for module in model.modules():
         for name, meta in list(module.named_parameters(recurse=False)):
             weight = torch.empty(meta.shape, dtype=dtype, device=device)
