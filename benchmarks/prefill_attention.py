@@ -29,6 +29,7 @@ from helios.runtime.prefill_backend import (
     choose_prefill,
     fa3_candidate,
     fa3_installed,
+    hopper_candidate,
     triton_candidate,
 )
 
@@ -101,6 +102,8 @@ def compile_all(heads: int, quick: bool) -> list[Candidate]:
     served += [replace(config, tail=True) for config in served]
     configs = dict.fromkeys([*served, *(() if quick else SWEEP)])
     found = [triton_candidate(config) for config in configs]
+    if torch.cuda.get_device_capability(DEVICE) == (9, 0):
+        found.append(hopper_candidate())
     if fa3_installed():
         found.append(fa3_candidate())
     # Few tokens take the form of the kernel that cuts keys into parts, many the other, or a tail.

@@ -26,6 +26,7 @@ from helios.runtime.prefill_backend import (
     choose_prefill,
     fa3_candidate,
     fa3_installed,
+    hopper_candidate,
     triton_candidate,
 )
 
@@ -41,6 +42,8 @@ def backends() -> list[object]:
     for config in CONFIGS:
         marks = [pytest.mark.skipif(config.tma and not SM90, reason="tensor descriptors need SM90")]
         found.append(pytest.param(triton_candidate(config), id=str(config), marks=marks))
+    needs_sm90 = [pytest.mark.skipif(not SM90, reason="written for SM90")]
+    found.append(pytest.param(hopper_candidate(), id="sm90", marks=needs_sm90))
     if fa3_installed() and SM90:
         found.append(pytest.param(fa3_candidate(), id="fa3"))
     else:
@@ -172,6 +175,28 @@ def test_tails_repeat_and_leave_their_counters_at_zero(gpu: torch.device, config
         assert buffers.error(outs[0]) < 5e-3
         assert all(torch.equal(out[: buffers.used], outs[0][: buffers.used]) for out in outs)
         assert not counters.any()
+
+
+@pytest.mark.skipif(not SM90, reason="written for SM90")
+def test_parts_of_the_kernel_for_sm90_repeat_too(gpu: torch.device) -> None:
+    """Likewise, with two counters for each tile; few programs at once cut the keys of every call."""
+    from helios.kernels.prefill_hopper import paged_prefill_hopper
+
+    buffers, counters = Buffers(32, 8, 128, torch.bfloat16), new_counters(gpu)
+    for at_once in (None, 7, 40):
+        for rows in ([(7000, 640)], [(6000, 1270), (500, 500), (3, 3)], [(8000, 64)], [(1, 1)]):
+            buffers.fill(rows, tail=torch.nan)
+            outs = [
+                buffers.run(
+                    lambda *arguments, at_once=at_once: paged_prefill_hopper(
+                        *arguments[:6], counters=counters, at_once=at_once
+                    )
+                )
+                for _ in range(10)
+            ]
+            assert buffers.error(outs[0]) < 5e-3, (at_once, rows)
+            assert all(torch.equal(out[: buffers.used], outs[0][: buffers.used]) for out in outs)
+            assert not counters.any()
 
 
 @pytest.mark.parametrize("config", [config for config in CONFIGS if not config.tma], ids=str)

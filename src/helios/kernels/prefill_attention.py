@@ -34,7 +34,7 @@ import torch
 from helios.kernels.common import launch_options
 from helios.kernels.prefill_kernel import prefill_kernel
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 # Rows of one launch, which the search for a tile compares pairwise. One number, so that one form is compiled.
 MAX_ROWS = 32
 
@@ -120,7 +120,7 @@ def paged_prefill(
         (_blocks(pages, config.block_n) for pages in (k_pages, v_pages)) if config.tma else (k_pages, v_pages)
     )
     limit = {"maxnreg": config.registers} if config.registers else {}
-    at_once = 2 * _multiprocessors(q.device) if at_once is None else at_once
+    at_once = 2 * multiprocessors(q.device) if at_once is None else at_once
     queries, head_tiles = config.block_m // pack, heads // pack
     few = 2 * -(-tokens // queries) * head_tiles <= at_once
     split = at_once > 0 and (few or config.tail)
@@ -145,7 +145,7 @@ def paged_prefill(
             counters if split else cu_q,
             rows,
             at_once,
-            head_dim**-0.5 * _LOG2_E,  # scores in powers of two: exp2 is one instruction
+            head_dim**-0.5 * LOG2_E,  # scores in powers of two: exp2 is one instruction
             q.stride(0),
             q.stride(1),
             k_pages.stride(0),
@@ -176,7 +176,8 @@ def new_counters(device: torch.device) -> torch.Tensor:
     return torch.zeros(1 << 14, device=device, dtype=torch.int32)
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; 0 for the CPU."""
     if device.type != "cuda":
         return 0
     return cast(int, torch.cuda.get_device_properties(device).multi_processor_count)

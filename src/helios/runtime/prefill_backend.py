@@ -1,7 +1,8 @@
 """Which kernel computes prompt attention on this card: chosen at start by measurement, for each length class.
 
 * ``fa2``: torch's varlen_attn, right everywhere; what the others are checked against.
-* ``triton``: :func:`helios.kernels.prefill_attention.paged_prefill` in one of a few configurations.
+* ``triton``: :func:`helios.kernels.prefill_attention.paged_prefill` in one of a few configurations, and on SM90
+  :func:`helios.kernels.prefill_hopper.paged_prefill_hopper`.
 * ``fa3``: FlashAttention-3 (SM90) of the optional package, through its own function. torch's
   ``activate_flash_attention_impl("FA3")`` reaches the same operator, but for every call of the process: decode
   attention would change with it, and each change back registers a handful of operators anew.
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -49,7 +51,7 @@ CLASSES: tuple[tuple[int, int, int], ...] = (
     (2048, 1280, 4000),
     (1 << 30, 2240, 4000),
 )
-TAIL_ABOVE = 512  # most new tokens of the last class without it: its tiles rarely fill the card once
+TAIL_ABOVE = 512  # most new tokens of the last class without one: its tiles rarely fill the card once
 BUDGET_S = 1.5  # of timing; compiling comes once on a new machine
 MARGIN = 0.03  # what a candidate must win by: fa2 is the tried one
 TOLERANCE = 1e-2  # relative error against fa2, of results rounded to bfloat16
@@ -123,6 +125,20 @@ def require(choice: Choice) -> None:
 
 def triton_candidate(config: PrefillConfig) -> Candidate:
     """The Triton kernel in one configuration. Its first call on a device must not be captured."""
+    return _with_counters(f"triton {config}", lambda: partial(paged_prefill, config=config))
+
+
+def hopper_candidate() -> Candidate:
+    """The kernel written for SM90, imported in its first call, which must not be captured."""
+
+    def load() -> Callable[..., torch.Tensor]:
+        return importlib.import_module("helios.kernels.prefill_hopper").paged_prefill_hopper
+
+    return _with_counters("triton sm90", load)
+
+
+def _with_counters(name: str, load: Callable[[], Callable[..., torch.Tensor]]) -> Candidate:
+    """A kernel of ours with counters of its own on each device."""
     counters: dict[torch.device, torch.Tensor] = {}
 
     def run(
@@ -137,11 +153,9 @@ def triton_candidate(config: PrefillConfig) -> Candidate:
     ) -> torch.Tensor:
         if q.device not in counters:
             counters[q.device] = new_counters(q.device)
-        return paged_prefill(
-            q, k_pages, v_pages, page_table, kv_lengths, cu_q, config=config, counters=counters[q.device]
-        )
+        return load()(q, k_pages, v_pages, page_table, kv_lengths, cu_q, counters=counters[q.device])
 
-    return Candidate(f"triton {config}", run)
+    return Candidate(name, run)
 
 
 def fa3_candidate() -> Candidate:
@@ -181,9 +195,12 @@ def candidates(choice: Choice, device: torch.device, most: int) -> list[Candidat
         found.append(fa3_candidate())
     # Older cards are what FlashAttention-2 was written for: left out of auto, they start sooner.
     if (choice == "triton" or (choice == "auto" and capability >= (9, 0))) and kernels_available(device):
-        config = default_config(most)
-        found.append(triton_candidate(config))
-        if most > TAIL_ABOVE:
+        config, long = default_config(most), most > TAIL_ABOVE
+        if capability == (9, 0):
+            found.append(hopper_candidate())
+        if not (long and found):
+            found.append(triton_candidate(config))
+        if long:
             found.append(triton_candidate(replace(config, tail=True)))
     return found
 
