@@ -35,11 +35,12 @@ from helios.kernels.decode_attention import (
     num_columns,
     paged_decode,
 )
-from helios.kernels.linear import TORCH, LinearWorkspace, Variant, gemv, small_linear, split
+from helios.kernels.linear import TORCH, LinearWorkspace, Variant, gemv, small_linear, split, stream
 from helios.kernels.linear_table import LinearTable, candidates
 from helios.kernels.measure import relative_error, time_in_graph
 
 PAGE = 256
+SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 LONGEST = 40960
 HEAD_DIM = 128
 KV_HEADS = 8
@@ -243,7 +244,10 @@ def wide_candidates(rows: int) -> list[Variant]:
         ]
     for splits in (1, 2, 4, 8):
         found += [split(32, 256, splits, 4, 3), split(64, 128, splits, 4, 4), split(32, 128, splits, 4, 5)]
-    return [*found, split(16, 256, 4, 4, 4), split(16, 512, 2, 4, 3), split(64, 256, 4, 8, 3)]
+    found += [split(16, 256, 4, 4, 4), split(16, 512, 2, 4, 3), split(64, 256, 4, 8, 3)]
+    if SM90:
+        found += [stream(stages, half=half) for stages in (4, 6, 8, 10) for half in (False, True)]
+    return found
 
 
 def layers_of(n: int, k: int) -> list[torch.Tensor]:
@@ -259,7 +263,7 @@ def run_linears(report: Report, quick: bool) -> None:
                 continue
             layers = layers_of(n, k)
             for rows in (1, 4, 16) if quick else (1, 2, 4, 8, 16):
-                variants = [TORCH, *(candidates(rows) if quick else wide_candidates(rows))]
+                variants = [TORCH, *(candidates(rows, SM90) if quick else wide_candidates(rows))]
                 times = time_linears(report, f"{model} {name}", layers, rows, variants, workspace)
                 if TORCH in times:
                     show_linear(report, f"{model} {name}", rows, n, k, times)

@@ -161,6 +161,9 @@ class Settings(BaseSettings):
     dependent_launch: bool = _flag(
         True, "Let a kernel's start overlap the end of the one before (SM90 and newer)."
     )
+    sm90_kernels: bool = _flag(
+        True, "On an H100 or H200: choose among the kernels written for them, too. Needs cuda_graphs."
+    )
     prefill_attention: Literal["auto", "fa2", "triton", "fa3"] = _flag(
         "auto",
         "What computes prompt attention: the fastest on this card (auto), or one by name; fa3 needs the package "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from helios.kernels.common import use_pdl
+from helios.kernels.common import sm90_kernels, use_pdl
 from helios.kernels.decode_attention import (
     DecodeConfig,
     DecodeWorkspace,
@@ -25,8 +27,10 @@ from helios.kernels.linear import (
     linear_reference,
     small_linear,
     split,
+    stream,
 )
 from helios.kernels.linear_table import ROW_BUCKETS, LinearTable, candidates
+from helios.kernels.norm import add_rms_norm, add_rms_norm_reference
 
 pytestmark = pytest.mark.gpu
 PAGE = 256
@@ -101,12 +105,9 @@ def test_matches_the_reference_at_every_group_size(
     pool = Pool(8, heads, kv_heads, head_dim, 60, dtype)
     pool.fill([1, 255, 256, 257, 700, 5000, 64], seed=heads)
     expected = pool.reference()
-    for fused in (True, False):
-        config = default_config(gpu, head_dim)
-        config = DecodeConfig(
-            num_stages=config.num_stages, programs_per_sm=config.programs_per_sm, fused=fused
-        )
-        assert relative_error(pool.decode(config), expected) < 6e-3
+    config = default_config(gpu, head_dim)
+    for form in (config, replace(config, sm90_rows=0), replace(config, sm90_rows=0, fused=False)):
+        assert relative_error(pool.decode(form), expected) < 6e-3
 
 
 @pytest.mark.parametrize("tile", [32, 64, 128])
@@ -149,13 +150,16 @@ def test_matches_varlen_attn_at_256_rows(gpu: torch.device) -> None:
     assert relative_error(pool.decode(), expected) < 6e-3
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_graph_follows_lengths_between_replays(fused: bool, pdl: bool, gpu: torch.device) -> None:
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"sm90_rows": 0}, {"sm90_rows": 0, "fused": False}],
+    ids=["default", "fused", "unfused"],
+)
+def test_graph_follows_lengths_between_replays(form: dict[str, Any], pdl: bool, gpu: torch.device) -> None:
     """Everything that depends on lengths is read on the device, and the counters reset themselves."""
     rows = 24
     pool = Pool(rows, 16, 8, 128, 700, torch.bfloat16)
-    config = default_config(gpu, 128)
-    config = DecodeConfig(num_stages=config.num_stages, programs_per_sm=config.programs_per_sm, fused=fused)
+    config = replace(default_config(gpu, 128), **form)
     sms = torch.cuda.get_device_properties(gpu).multi_processor_count
     workspace = DecodeWorkspace(gpu, rows, num_columns(rows, LONGEST, 8, sms, config), 8, 2, 128)
     pool.fill([100] * rows, seed=0)
@@ -192,7 +196,7 @@ def test_linear_variants_are_as_exact_as_torch(
     x = torch.randn((rows, k), device=gpu, dtype=torch.bfloat16)
     weight = torch.randn((n, k), device=gpu, dtype=torch.bfloat16) / k**0.5
     exact = F.linear(x.float(), weight.float())
-    for variant in [*candidates(rows), gemv(4, 1), split(64, 128, 4, 4, 4)]:
+    for variant in [*candidates(rows, sm90_kernels(gpu)), gemv(4, 1), split(64, 128, 4, 4, 4)]:
         if variant.fits(rows, n, k):
             for _ in range(3):
                 assert relative_error(small_linear(x, weight, variant=variant), exact) < 5e-3, variant
@@ -215,15 +219,20 @@ def test_chain_of_linears_in_a_graph(pdl: bool, gpu: torch.device) -> None:
     """Each kernel reads what the one before it wrote: a wait that is missing would show as a wrong sum."""
     weights = [torch.randn((2048, 2048), device=gpu, dtype=torch.bfloat16) / 45 for _ in range(12)]
     workspace = LinearWorkspace(gpu)
-    parts = split(32, 256, 4, 4, 3)
-    workspace.grow(2048, parts)
+    variants = [split(32, 256, 4, 4, 3), gemv(4, 4)]
+    if sm90_kernels(gpu):
+        variants += [stream(6), stream(6, half=True)]
+    for variant in variants:
+        workspace.grow(2048, variant)
     x = torch.randn((2, 2048), device=gpu, dtype=torch.bfloat16)
+    ones = torch.ones(2048, device=gpu, dtype=torch.bfloat16)
 
     def chain(own: bool) -> torch.Tensor:
         y = x
         for index, weight in enumerate(weights):
-            variant = gemv(4, 4) if index % 2 else parts
+            variant = variants[index % len(variants)]
             y = small_linear(y, weight, variant=variant, workspace=workspace) if own else F.linear(y, weight)
+            y = (add_rms_norm if own else add_rms_norm_reference)(y, None, ones, 1e-6)[0]
         return y
 
     chain(own=True)

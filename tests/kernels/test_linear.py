@@ -21,10 +21,12 @@ from helios.kernels.linear import (
     linear_reference,
     small_linear,
     split,
+    stream,
 )
 from helios.kernels.linear_table import ROW_BUCKETS, LinearTable, Measurement, candidates
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not available(DEVICE), reason="kernels were imported without the interpreter")
 
 
@@ -110,6 +112,30 @@ def test_split_workspace_is_clean_after_every_call() -> None:
         assert not workspace.counters.any()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not SM90, reason="written for SM90")
+@pytest.mark.parametrize(("n", "k"), [(1024, 2048), (2560, 9728), (6144, 2560), (70, 128), (1000, 256)])
+@pytest.mark.parametrize("variant", [stream(6), stream(10), stream(6, half=True), stream(6, 32)], ids=str)
+def test_stream_divides_the_work_wherever_it_cuts(n: int, k: int, variant: Variant) -> None:
+    """Tiles of one part and of many, fewer blocks than programs, N that tiles do not divide: right, the same bits
+    again, and the counters at zero, whatever was in the parts before."""
+    workspace = LinearWorkspace(DEVICE)
+    workspace.grow(n, variant)
+    for rows in (1, 5, variant.pad):
+        x, weight = tensors(rows, n, k, torch.bfloat16)
+        bias = torch.linspace(-1, 1, n, device=DEVICE, dtype=x.dtype)
+        residual = torch.linspace(-3, 3, rows * n, device=DEVICE, dtype=x.dtype).view(rows, n)
+        for extra in ({}, {"bias": bias, "residual": residual}):
+            workspace.parts.fill_(torch.nan)
+            outs = [small_linear(x, weight, variant=variant, workspace=workspace, **extra) for _ in range(20)]
+            check(outs[0], linear_reference(x, weight, **extra))
+            assert all(torch.equal(out, outs[0]) for out in outs)
+            assert not workspace.counters.any()
+        if n % 2 == 0:
+            got = small_linear(x, weight, variant=variant, gated=True, workspace=workspace)
+            check(got, linear_reference(x, weight, gated=True))
+
+
 def test_what_a_variant_cannot_do_goes_to_torch() -> None:
     """Five rows through a gemv, or K that the tiles do not divide, must still be right."""
     x, weight = tensors(5, 40, 96, torch.float16)
@@ -135,6 +161,7 @@ def test_table_answers_by_shape_and_row_bucket() -> None:
 
 def test_candidates_fit_their_rows() -> None:
     """Every bucket has something to try on a weight of any Qwen3 model."""
-    for rows in ROW_BUCKETS:
-        assert candidates(rows)
-        assert all(variant.fits(rows, 4096, 2048) for variant in candidates(rows))
+    for sm90 in (False, True):
+        for rows in ROW_BUCKETS:
+            assert candidates(rows, sm90)
+            assert all(variant.fits(rows, 4096, 2048) for variant in candidates(rows, sm90))

@@ -41,8 +41,8 @@ def _silu_mul_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     if PDL:
-        cuda.gdc_wait()
         cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     at = gate_up + token * (2 * WIDTH) + column
     gate = tl.load(at, inside, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, inside, other=0.0).to(tl.float32)

@@ -11,8 +11,9 @@ kernel, and a warm-up at one token and at many makes all of them. In a CUDA grap
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -62,34 +63,58 @@ def constant(value: float) -> Any:
     return value if tl is None else tl.constexpr(value)
 
 
-class _Pdl:
-    """The one switch of this package, see :func:`use_pdl`."""
+class _Switches:
+    """What is switched on in this package, see :func:`use_pdl` and :func:`use_sm90`."""
 
-    enabled = False
+    pdl = False
+    sm90 = True
 
 
 def use_pdl(enabled: bool, device: torch.device | None = None) -> bool:
     """Switch programmatic dependent launch on or off for later launches; returns what now holds.
 
-    A kernel launched so may start while the one before it still runs. Each of ours first loads what no
-    kernel of the step writes (weights), then waits for its predecessor to end (``gdc_wait``), and at once
-    lets its successor start likewise. It needs SM90; elsewhere it stays off. Set it before capturing.
+    A kernel launched so may start while the one before it still runs. Each of ours first loads what no kernel of
+    the step writes (weights), lets its successor start likewise, and then waits for its predecessor to end
+    (``gdc_wait``): a chain of kernels gets ready while the first of them runs. It needs SM90; elsewhere it stays
+    off. Set it before capturing.
     """
-    _Pdl.enabled = (
+    _Switches.pdl = (
         enabled
         and cuda is not None
         and hasattr(cuda, "gdc_wait")
         and torch.cuda.is_available()
         and torch.cuda.get_device_capability(device) >= (9, 0)
     )
-    return _Pdl.enabled
+    return _Switches.pdl
+
+
+def use_sm90(enabled: bool) -> None:
+    """Switch the kernels that are written for SM90 on or off for later choices and launches."""
+    _Switches.sm90 = enabled
+
+
+def sm90_kernels(device: torch.device) -> bool:
+    """Whether the kernels that are written for SM90 (H100, H200) serve on ``device``."""
+    return (
+        _Switches.sm90
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) == (9, 0)
+        and importlib.util.find_spec("triton.experimental.gluon") is not None
+    )
 
 
 def launch_options(num_warps: int) -> dict[str, Any]:
     """Keyword arguments of a launch: warps, the ``PDL`` constexpr and the attribute that goes with it."""
-    pdl = _Pdl.enabled
+    pdl = _Switches.pdl
     options: dict[str, Any] = {"num_warps": num_warps, "PDL": pdl}
     return options | {"launch_pdl": True} if pdl else options
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; 0 for the CPU."""
+    if device.type != "cuda":
+        return 0
+    return cast(int, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def next_power_of_2(number: int) -> int:

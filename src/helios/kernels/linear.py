@@ -1,4 +1,4 @@
-"""``x [R, K] @ weight [N, K].T`` for 1 to 128 rows: two Triton kernels.
+"""``x [R, K] @ weight [N, K].T`` for 1 to 128 rows: two Triton kernels, and one for SM90.
 
 At so few rows a linear only streams its weight; what decides is how many bytes are in flight and how soon.
 cuBLAS is near the card's copy speed for large weights and at half of it for small ones.
@@ -8,10 +8,11 @@ cuBLAS is near the card's copy speed for large weights and at half of it for sma
 * ``split`` (1 to 128 rows): tensor cores, rows padded to 16, 32, 64 or 128, weight tiles through shared
   memory, the K axis cut into ``splits``; the program that arrives last adds the parts up in a fixed order, so
   results repeat.
+* ``stream`` (1 to 32 rows, SM90): :mod:`helios.kernels.linear_hopper`, one program on each multiprocessor.
 
 Under :func:`helios.kernels.common.use_pdl` (SM90) a kernel starts while the one before it drains. The weights
-do not depend on that one, so ``gemv`` has its first tile on the way to its registers, and ``split`` on the way
-to the second-level cache, before they wait for its output.
+do not depend on that one, so ``gemv`` has its first tile on the way to its registers, ``split`` on the way to
+the second-level cache and ``stream`` to shared memory, before they wait for its output.
 
 Which of them, or cuBLAS, is the fastest for a shape is measured by :mod:`helios.kernels.linear_table`.
 """
@@ -21,6 +22,7 @@ Which of them, or cuBLAS, is the fastest for a shape is measured by :mod:`helios
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +30,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from helios.kernels.common import cuda, launch_options, tl, triton
+from helios.kernels.common import cuda, launch_options, multiprocessors, tl, triton
 
 MAX_GEMV_ROWS = 4  # more rows make the arithmetic outweigh the loads
 _GEMV_K_PER_WARP = 256  # 32 lanes x 8 elements of 2 bytes: one 16-byte load per lane and weight row
@@ -36,15 +38,16 @@ _GEMV_K_PER_WARP = 256  # 32 lanes x 8 elements of 2 bytes: one 16-byte load per
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to compute a linear; ``kind`` is ``"torch"``, ``"gemv"`` or ``"split"``."""
+    """One way to compute a linear; ``kind`` is ``"torch"``, ``"gemv"``, ``"split"`` or ``"stream"``."""
 
     kind: str = "torch"
-    block_n: int = 0  # weight rows per program
+    block_n: int = 0  # weight rows per program, or of a tile
     num_warps: int = 4
-    block_k: int = 0  # split only; a gemv's is 256 for each warp
-    num_stages: int = 1  # split only
+    block_k: int = 0  # split and stream; a gemv's is 256 for each warp
+    num_stages: int = 1  # split and stream
     splits: int = 1  # split only
-    pad: int = 16  # split only: the most rows
+    pad: int = 16  # split and stream: the most rows
+    half: bool = False  # stream only: a program on every other multiprocessor, for few tiles
 
     def fits(self, rows: int, n: int, k: int) -> bool:
         """Whether this variant computes a linear of that shape."""
@@ -52,6 +55,8 @@ class Variant:
             return rows <= MAX_GEMV_ROWS and k % 8 == 0
         if self.kind == "split":
             return rows <= self.pad and k % self.block_k == 0 and k // self.block_k >= self.splits
+        if self.kind == "stream":
+            return rows <= self.pad and k % self.block_k == 0
         return True
 
     def __str__(self) -> str:
@@ -60,6 +65,8 @@ class Variant:
         if self.kind == "split":
             pad = f" m{self.pad}" if self.pad != 16 else ""
             return f"split{self.splits}{pad} n{self.block_n} k{self.block_k} w{self.num_warps} s{self.num_stages}"
+        if self.kind == "stream":
+            return f"stream m{self.pad} s{self.num_stages}{' half' if self.half else ''}"
         return self.kind
 
 
@@ -76,8 +83,13 @@ def split(block_n: int, block_k: int, splits: int, num_warps: int, num_stages: i
     return Variant("split", block_n, num_warps, block_k, num_stages, splits, pad)
 
 
+def stream(num_stages: int, pad: int = 16, *, half: bool = False) -> Variant:
+    """A stream variant, see :class:`Variant`."""
+    return Variant("stream", 64, 4, 128, num_stages, 1, pad, half)
+
+
 class LinearWorkspace:
-    """Parts of the split kernel and its arrival counters, shared by calls on one stream.
+    """Parts of the split and the stream kernel and their arrival counters, shared by calls on one stream.
 
     The counters return to zero by themselves, as a replayed CUDA graph needs.
     """
@@ -88,10 +100,13 @@ class LinearWorkspace:
 
     def grow(self, n: int, variant: Variant) -> None:
         """Make room for ``variant`` on ``n`` outputs. Call before a capture: memory must not move later."""
-        if variant.kind != "split" or variant.splits == 1:
+        blocks = -(-n // max(variant.block_n, 1))
+        if variant.kind == "stream":  # two parts of each program, of tiles twice as high if gated
+            size = 2 * multiprocessors(self.parts.device) * variant.pad * 2 * variant.block_n
+        elif variant.kind == "split" and variant.splits > 1:
+            size = blocks * variant.splits * variant.pad * variant.block_n
+        else:
             return
-        blocks = -(-n // variant.block_n)
-        size = blocks * variant.splits * variant.pad * variant.block_n
         if self.parts.numel() < size:
             self.parts = torch.empty(size, device=self.parts.device, dtype=torch.float32)
         if self.counters.numel() < blocks:
@@ -147,6 +162,23 @@ def small_linear(
     if workspace is None:
         workspace = LinearWorkspace(x.device)
         workspace.grow(n, variant)
+    if variant.kind == "stream":
+        # A gated tile is twice as high, so that its ring has half the stages.
+        importlib.import_module("helios.kernels.linear_hopper").stream_linear(
+            x,
+            weight,
+            bias if epilogue["HAS_BIAS"] else None,
+            residual if epilogue["HAS_RESIDUAL"] else None,
+            out,
+            workspace.parts,
+            workspace.counters,
+            gated=gated,
+            block_n=2 * variant.block_n if gated else variant.block_n,
+            pad=variant.pad,
+            stages=variant.num_stages // 2 if gated else variant.num_stages,
+            programs=multiprocessors(x.device) // (2 if variant.half else 1),
+        )
+        return out
     _split_kernel[(blocks, variant.splits)](
         x,
         weight,

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from helios.kernels.common import available
+from helios.kernels.common import available, sm90_kernels
 from helios.kernels.linear import (
     MAX_GEMV_ROWS,
     TORCH,
@@ -20,6 +21,7 @@ from helios.kernels.linear import (
     gemv,
     small_linear,
     split,
+    stream,
 )
 from helios.kernels.measure import relative_error, time_in_graph
 
@@ -27,14 +29,19 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 ENOUGH_BYTES = 200 << 20  # of weights read in turn, so that none is found in the second-level cache
 
 
-def candidates(rows: int) -> list[Variant]:
+def candidates(rows: int, sm90: bool = False) -> list[Variant]:
     """What :meth:`LinearTable.tune` tries at ``rows``. Few: each is compiled once on a new machine."""
     found: list[Variant] = []
     if rows <= MAX_GEMV_ROWS:
         found += [gemv(2, 4), gemv(4, 4), gemv(4, 2), gemv(8, 2)]
     if 1 < rows <= 16:
-        found += [split(32, 256, splits, 4, 3) for splits in (1, 2, 4, 8)]
+        if sm90:
+            found += [stream(6), stream(10), stream(6, half=True)]
+        else:
+            found += [split(32, 256, splits, 4, 3) for splits in (1, 2, 4, 8)]
     elif rows == 32:
+        if sm90:
+            found += [stream(6, 32)]
         found += [split(32, 256, splits, 4, 3, 32) for splits in (1, 2, 4)]
         found += [split(64, 128, splits, 4, 4, 32) for splits in (1, 4)]
     elif rows == 64:
@@ -105,7 +112,7 @@ class LinearTable:
         *,
         rows: Sequence[int] = ROW_BUCKETS,
         budget_s: float = 3.0,
-        variants: Callable[[int], Sequence[Variant]] = candidates,
+        variants: Callable[[int], Sequence[Variant]] | None = None,
     ) -> None:
         """Measure every weight in ``weights`` (name -> the same projection of several layers) at ``rows``.
 
@@ -115,6 +122,8 @@ class LinearTable:
         """
         if self.device.type != "cuda" or not available(self.device) or budget_s <= 0:
             return
+        if variants is None:
+            variants = partial(candidates, sm90=sm90_kernels(self.device))
         first = {name: layers[0] for name, layers in weights.items()}
         broken = self._compile(
             [(weight, count, v) for weight in first.values() for count in rows for v in variants(count)]
@@ -144,6 +153,8 @@ class LinearTable:
                 x = torch.zeros((rows or 1, weight.shape[1]), device=self.device, dtype=weight.dtype)
                 try:
                     small_linear(x, weight, variant=variant, workspace=self.workspace)
+                    if variant.kind == "stream":  # whose gated form is another one
+                        small_linear(x, weight, variant=variant, gated=True, workspace=self.workspace)
                 except triton_error:  # more registers or shared memory than this card has
                     return variant
             return None

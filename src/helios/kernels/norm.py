@@ -66,8 +66,8 @@ def _add_rms_norm_kernel(
     inside = column < HIDDEN
     scale = tl.load(weight + column, inside, other=0.0).to(tl.float32)
     if PDL:
-        cuda.gdc_wait()
         cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64) * HIDDEN + column
     value = tl.load(x + at, inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:

@@ -31,7 +31,7 @@ from typing import Any, cast
 
 import torch
 
-from helios.kernels.common import launch_options
+from helios.kernels.common import launch_options, multiprocessors
 from helios.kernels.prefill_kernel import prefill_kernel
 
 LOG2_E = 1.4426950408889634
@@ -174,13 +174,6 @@ def new_counters(device: torch.device) -> torch.Tensor:
     """Arrivals at each tile of the tail, for :func:`paged_prefill`. They return to zero by themselves, as a
     replayed CUDA graph needs."""
     return torch.zeros(1 << 14, device=device, dtype=torch.int32)
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device; 0 for the CPU."""
-    if device.type != "cuda":
-        return 0
-    return cast(int, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def num_tiles(tokens: int, rows: int, queries: int) -> int:

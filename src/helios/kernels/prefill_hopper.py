@@ -33,8 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from helios.kernels.common import launch_options
-from helios.kernels.prefill_attention import LOG2_E, MAX_ROWS, multiprocessors, new_counters, num_tiles
+from helios.kernels.common import launch_options, multiprocessors
+from helios.kernels.prefill_attention import LOG2_E, MAX_ROWS, new_counters, num_tiles
 
 BLOCK_M = 128  # queries times packed heads of a tile
 BLOCK_N = 128  # keys of a block
@@ -150,12 +150,22 @@ def _softmax(scores, maximum, total, scale):
 
 
 @gluon.jit
-def _merge(values, stats, cut, m, flat, M: gl.constexpr, HEAD_DIM: gl.constexpr):
+def _merge(
+    values,
+    stats,
+    cut,
+    m,
+    flat,
+    M: gl.constexpr,
+    ROWS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """Sum of a tile's parts, in their order: weighted values and sums of weights, of the rows ``m``."""
     parts, shared_job, shared_jobs = cut
-    maximum = gl.full(m.shape, _MASKED, gl.float32, m.type.layout)
-    total = gl.zeros_like(maximum)
-    acc = gl.zeros(flat.shape, gl.float32, flat.type.layout)
+    maximum = gl.full([ROWS], _MASKED, gl.float32, gl.SliceLayout(1, LAYOUT))
+    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
+    acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, LAYOUT)
     for part in range(parts):
         slot = shared_job + part * shared_jobs
         # .cg: from the second-level cache, where the other multiprocessors' writes are.
@@ -273,7 +283,7 @@ def _consume(
             complete = arrived == cut[0] - 1  # the last one to come writes the output
             if complete:
                 gl.store(counter, 0)  # for the next launch
-                acc, total = _merge(values, stats, cut, m_out, flat, M, HEAD_DIM)
+                acc, total = _merge(values, stats, cut, m_out, flat, M, ROWS, HEAD_DIM, out_layout)
         if complete:
             result = (acc / gl.expand_dims(total, 1)).to(out.dtype.element_ty)
             place = ((first_row + m_out // PACK) * HEADS + first_head + m_out % PACK) * HEAD_DIM

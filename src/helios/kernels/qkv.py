@@ -131,8 +131,8 @@ def _qkv_kernel(
         scale_0 = tl.load(qk_norm + where, rotated, other=0.0).to(tl.float32)
         scale_1 = tl.load(qk_norm + where + HALF, rotated, other=0.0).to(tl.float32)
     if PDL:
-        cuda.gdc_wait()
         cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
 
     source = qkv + token * ((ROTATED + KV_HEADS) * DIM) + where
     present = head < ROTATED + KV_HEADS

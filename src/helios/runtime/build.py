@@ -231,6 +231,7 @@ class _Builder:
             tune_seconds=0.0 if only_largest else self.settings.tune_seconds,
             max_tokens=self.limits.prefill_chunk_size,
             pdl=self.settings.dependent_launch,
+            sm90=self.settings.sm90_kernels,
             prefill_attention=self.settings.prefill_attention,
             only_largest=only_largest,
             report=progress.advance,

@@ -26,7 +26,7 @@ import torch
 
 from helios.config import PAGE_SIZE
 from helios.kernels import sampling
-from helios.kernels.common import use_pdl
+from helios.kernels.common import use_pdl, use_sm90
 from helios.kernels.decode_attention import DecodeWorkspace, default_config, num_columns, paged_decode
 from helios.kernels.linear_table import ROW_BUCKETS, LinearTable
 from helios.kernels.step import begin_step, end_step
@@ -87,16 +87,19 @@ class GraphRunner(ModelRunner):
         tune_seconds: float,
         max_tokens: int,
         pdl: bool,
+        sm90: bool = True,
         prefill_attention: Choice = "auto",
         only_largest: bool = False,
         report: Callable[[int, int], object] = lambda done, total: None,
     ) -> None:
         """Choose kernels by measurement and capture the graphs. ``max_tokens`` of a tick bound the mixed ladder,
-        ``pdl`` allows programmatic dependent launch, ``prefill_attention`` names what computes prompt attention
+        ``pdl`` allows programmatic dependent launch, ``sm90`` the kernels written for SM90,
+        ``prefill_attention`` names what computes prompt attention
         or leaves it to measurement; ``only_largest`` captures just the graphs that decide
         how much memory is needed."""
         device, config = self.device, self.model.config
         use_pdl(pdl, device)
+        use_sm90(sm90)
         self._linears = LinearTable(device)
         self._fused = FusedForward(self.model, self.cache, self._linears)
         self._decode_rows = decode_ladder(self.max_rows)

@@ -27,6 +27,7 @@ import torch
 from helios.config import PAGE_SIZE
 from helios.errors import StartupError
 from helios.kernels.common import available as kernels_available
+from helios.kernels.common import sm90_kernels
 from helios.kernels.measure import relative_error, time_in_graph
 from helios.kernels.prefill_attention import PrefillConfig, default_config, new_counters, paged_prefill
 from helios.runtime.page_pool import pages_for
@@ -196,7 +197,7 @@ def candidates(choice: Choice, device: torch.device, most: int) -> list[Candidat
     # Older cards are what FlashAttention-2 was written for: left out of auto, they start sooner.
     if (choice == "triton" or (choice == "auto" and capability >= (9, 0))) and kernels_available(device):
         config, long = default_config(most), most > TAIL_ABOVE
-        if capability == (9, 0):
+        if sm90_kernels(device):
             found.append(hopper_candidate())
         if not (long and found):
             found.append(triton_candidate(config))

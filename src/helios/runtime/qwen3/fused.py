@@ -97,7 +97,7 @@ class FusedForward:
 
     def _gated(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         variant = self._linears.choose(weight.shape[0], weight.shape[1], x.shape[0])
-        if variant.kind == "gemv":
+        if variant.kind in ("gemv", "stream"):
             return self._linears(x, weight, gated=True)
         return silu_mul(self._linears(x, weight))
 
