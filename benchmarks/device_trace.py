@@ -34,13 +34,19 @@ _CLOCKS_APART = 50_000_000  # nanoseconds beyond which two clocks are not the sa
 
 _KINDS: tuple[tuple[str, str], ...] = (
     ("begin/end", r"_begin_kernel|_end_kernel|memcpy|memset"),
-    ("attention", r"_decode_kernel|_merge_kernel|prefill_kernel|hopper_kernel|flash|fmha|attention|attend"),
+    (
+        "attention",
+        r"_decode_kernel|_merge_kernel|prefill_kernel|(decode|prefill)_sm90|flash|fmha|attention|attend",
+    ),
     ("norm, rope, kv write", r"rms_norm|_qkv_kernel|aten::(mul|rsqrt|mean|pow|index_put|add)\b"),
     ("activation", r"silu"),
-    ("sampling", r"^_chunk|^_count|^_collect|^_finish|sort|topk|multinomial|softmax|argmax|exponential"),
+    (
+        "sampling",
+        r"^_draw|^_chunk|^_count|^_collect|^_finish|sort|topk|multinomial|softmax|argmax|exponential",
+    ),
     (
         "linears",
-        r"gemv|_split_kernel|nvjet|gemm|cutlass|cublas|splitk|xmma|aten::(linear|mm|addmm|bmm|matmul)",
+        r"gemv|_split_kernel|linear_sm90|nvjet|gemm|cutlass|cublas|splitk|xmma|aten::(linear|mm|addmm|bmm|matmul)",
     ),
 )
 _PATTERNS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _KINDS)

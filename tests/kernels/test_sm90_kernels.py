@@ -47,7 +47,7 @@ constants = dict(
     PAGE=256, HEADS=32, GROUP=4, PACK=4, HEAD_DIM=128, M=home.BLOCK_M, N=home.BLOCK_N, STAGES=home.STAGES,
     ROWS_PAD=32, REGISTERS=home.CONSUMER_REGISTERS, PRODUCER_REGISTERS=home.PRODUCER_REGISTERS, PDL=True,
 )
-build(home.hopper_kernel, types, aligned, constants, "prefill")
+build(home.prefill_sm90_kernel, types, aligned, constants, "prefill")
 """
 LINEAR = """
 from helios.kernels import linear_hopper as home
@@ -61,7 +61,7 @@ for variant in {v for rows in (8, 32) for v in candidates(rows, sm90=True) if v.
             PAD=variant.pad, BLOCK_N=variant.block_n * (1 + gated), BLOCK_K=home.BLOCK_K, LINES=home.LINES,
             STAGES=variant.num_stages // (1 + gated), GATED=gated, PDL=True,
         )
-        build(home.stream_kernel, types, aligned, constants, f"{variant}{' gated' * gated}")
+        build(home.linear_sm90_kernel, types, aligned, constants, f"{variant}{' gated' * gated}")
 """
 
 DECODE = """
@@ -76,7 +76,7 @@ for group in (2, 4):
         PAGE=256, KV_HEADS=8, GROUP=group, HEAD_DIM=128, TILE=home.TILE, STAGES=home.STAGES, ROWS_PAD=32,
         QUERY_ROWS=home.QUERY_ROWS, LEAST_TILES=1, FETCH_REGISTERS=home.FETCH_REGISTERS, PDL=True,
     )
-    build(home.decode_kernel, types, aligned, constants, f"decode {group}", maxnreg=home.REGISTERS)
+    build(home.decode_sm90_kernel, types, aligned, constants, f"decode {group}", maxnreg=home.REGISTERS)
 """
 
 

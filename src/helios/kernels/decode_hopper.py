@@ -67,7 +67,7 @@ def decode_hopper(
         TensorDescriptor.from_tensor(pages.flatten(0, 1).flatten(1, 2), [TILE, head_dim], layout)
         for pages in (k_pages, v_pages)
     )
-    decode_kernel[(kv_heads, columns)](
+    decode_sm90_kernel[(kv_heads, columns)](
         q,
         keys,
         vals,
@@ -317,7 +317,7 @@ def _attend(
 
 
 @gluon.jit(do_not_specialize=("rows", "table_stride"))
-def decode_kernel(
+def decode_sm90_kernel(
     q,
     keys,  # descriptors of the pages
     values,

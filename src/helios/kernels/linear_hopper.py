@@ -67,7 +67,7 @@ def stream_linear(
         programs, tiles * (k // BLOCK_K)
     )  # each has something to do: the parts of a tile are counted
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
-    stream_kernel[(programs,)](
+    linear_sm90_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [pad, BLOCK_K], layout),
         TensorDescriptor.from_tensor(weight, [LINES, BLOCK_K], layout),
         weight if bias is None else bias,
@@ -161,7 +161,7 @@ def _finish(
 
 
 @gluon.jit(do_not_specialize=("rows", "bias_n", "residual_rows", "residual_stride"))
-def stream_kernel(
+def linear_sm90_kernel(
     x,  # descriptors
     weight,
     bias,

@@ -86,7 +86,7 @@ def paged_prefill_hopper(
     for first in range(0, kv_lengths.shape[0], MAX_ROWS):
         rows = min(kv_lengths.shape[0] - first, MAX_ROWS)
         programs = num_tiles(tokens, rows, BLOCK_M // pack) * (heads // pack)
-        hopper_kernel[((programs // at_once + 1) * at_once,)](
+        prefill_sm90_kernel[((programs // at_once + 1) * at_once,)](
             q,
             keys,
             values,
@@ -348,7 +348,7 @@ def _produce(
     do_not_specialize=("rows", "at_once", "table_stride"),
     do_not_specialize_on_alignment=("page_table", "kv_lengths", "cu_q", "counters"),
 )
-def hopper_kernel(
+def prefill_sm90_kernel(
     q,
     keys,  # descriptors of the pages
     values,
