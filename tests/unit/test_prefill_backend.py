@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helios.errors import StartupError
-from helios.kernels.prefill_attention import paged_prefill_reference
+from helios.kernels.prefill_attention import default_config, paged_prefill_reference
 from helios.runtime import prefill_backend
 from helios.runtime.prefill_backend import (
     CLASSES,
@@ -23,6 +23,7 @@ from helios.runtime.prefill_backend import (
     choose_prefill,
     fa3_candidate,
     require,
+    triton_candidate,
 )
 
 Choose = Callable[..., PrefillBackend]
@@ -78,14 +79,21 @@ def test_fastest_right_candidate_wins(choose: Choose) -> None:
     assert names(choose(slow=(right, 20))) == {"fa2"}
 
 
-def test_tails_are_tried_where_tiles_fill_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one configuration with and without, under names that tell them apart; short calls start sooner."""
+@pytest.mark.parametrize("sm90", [False, True])
+def test_tails_are_tried_where_tiles_fill_the_card(sm90: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one configuration with and without, under names that tell them apart; short calls start sooner. Where
+    the kernel for SM90 is tried, long calls leave out the form without a tail, which never wins there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(prefill_backend, "kernels_available", lambda _: True)
+    monkeypatch.setattr(prefill_backend, "sm90_kernels", lambda _: sm90)
     monkeypatch.setattr(prefill_backend, "fa3_installed", lambda: False)
     for most, _, _ in CLASSES:
-        plain, *tails = [one.name for one in candidates("auto", torch.device("cuda"), most)]
-        assert tails == ([f"{plain} tail"] if most > 512 else [])
+        found = [one.name for one in candidates("auto", torch.device("cuda"), most)]
+        plain = triton_candidate(default_config(most)).name
+        if sm90:
+            assert found == ["triton sm90", f"{plain} tail" if most > 512 else plain]
+        else:
+            assert found == [plain, *([f"{plain} tail"] if most > 512 else [])]
 
 
 def test_a_name_is_judged_in_each_class(choose: Choose) -> None:
