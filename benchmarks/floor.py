@@ -6,7 +6,8 @@
 W: bytes of the weights that a step reads; P: their number, P_body without the vocabulary head; BW, F: bytes
 and bf16 operations a second; B: rows; context: tokens of all rows together; KV: bytes of one token's keys and
 values; V: vocabulary (logits are written and read once). No launch, host or network time is in it: a floor is
-what nothing can beat, not what somebody reached. Run as a script it measures BW and F of this machine's GPU.
+what nothing can beat, not what somebody reached. Run as a script it measures BW and F of this machine's GPU, or prints
+what a server at given limits would make of a workload (--workload).
 """
 
 import argparse
@@ -18,6 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +222,42 @@ def card_from_arguments(options: argparse.Namespace) -> Card | None:
     return Card(options.bandwidth_tb_s * 1e12, options.tflops * 1e12)
 
 
+def show_ideal_runs(shape: ModelShape, card: Card, spec: str, seeds: Sequence[int]) -> None:
+    """What :func:`ideal_run` makes of a workload without chats, for each seed."""
+    from benchmarks.metrics import distribution  # which needs this module
+    from benchmarks.workloads import build
+
+    for seed in seeds:
+        sessions = build(spec, seed).sessions
+        works = [
+            Work(s.arrival_seconds, len(ask.prompt or ()), ask.max_tokens) for s in sessions for ask in s.asks
+        ]
+        ideal = ideal_run(shape, card, works)
+        first = distribution(ideal.first_token_seconds)
+        assert first is not None, "a workload without requests"
+        print(
+            f"{spec} seed {seed}: first token p50 {1e3 * first['p50']:.1f}, p99 {1e3 * first['p99']:.1f}, "
+            f"max {1e3 * first['max']:.1f} ms; {ideal.output_tokens_per_second(works):,.0f} tokens/s"
+        )
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Measure the GPU's copy bandwidth and bf16 matmul rate.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="write the limits as JSON, for --card")
+    parser.add_argument(
+        "--workload", help="print the ideal run of this one instead; needs --model-config and a card"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of --workload")
+    add_card_arguments(parser)
     options = parser.parse_args()
+    if options.workload:
+        given = card_from_arguments(options)
+        if given is None or options.model_config is None:
+            parser.error("--workload needs --model-config, and --card or --bandwidth-tb-s and --tflops")
+        show_ideal_runs(ModelShape.from_file(options.model_config), given, options.workload, options.seeds)
+        return 0
     card = measure_card()
     print(f"{card.bandwidth / 1e12:.2f} TB/s, {card.flops / 1e12:.0f} TFLOP/s")
     if options.out is not None:

@@ -254,7 +254,7 @@ def report(found: list[dict[str, Any]], figures: Path | None, notes: str = "") -
     if comparisons:
         lines += ["## Side by side", ""]
         lines += ["Medians (smallest-largest) over rounds; ratios are formed within each round.", ""]
-        for result in comparisons:
+        for result in reversed(comparisons):  # the newest first
             lines += comparison_section(result, figures)
     if notes:
         lines += ["## What is lost, and where", "", notes.strip(), ""]

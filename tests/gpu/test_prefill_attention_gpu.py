@@ -132,6 +132,10 @@ def test_every_kernel_equals_the_reference(
 ) -> None:
     """Would catch a wrong mask or page, rows mixed up, and a read of anything outside the rows. Only the
     Triton kernel promises to bear NaN behind a row in the row's own last page."""
+    if candidate.name == "triton sm90" and head_dim != 128:
+        with pytest.raises(ValueError, match="is not 128"):
+            Buffers(heads, kv_heads, head_dim, dtype).run(candidate.run)
+        return
     tail = torch.nan if candidate.name.startswith("triton") else 0.0
     for tokens, ticks in ((2048, TICKS), (64, SHORT_TICKS)):
         buffers = Buffers(heads, kv_heads, head_dim, dtype, tokens)

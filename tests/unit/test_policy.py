@@ -91,6 +91,19 @@ def test_one_long_prompt_takes_at_most_its_threshold() -> None:
     assert [(row.sequence.job.job_id, row.count) for row in rows] == [("short", 20), ("a", 30), ("b", 30)]
 
 
+def test_a_tick_holds_no_more_prompts_than_a_graph() -> None:
+    """Would catch many short prompts in a tick that no captured graph takes; decoding rows do not count, and the
+    prompt left out is the next tick's first."""
+    rules = Rules(100, prefill_age=0.1, max_prompts=2)
+    decoder = sequence("decoder", 10, 9)
+    prompts = [sequence(name, 5, 0) for name in "abc"]
+    rows = plan([decoder, *prompts], rules, 0.0)
+    assert [row.sequence for row in rows] == [decoder, *prompts[:2]]
+    aged = sequence("aged", 500, 0)
+    rows = plan([*prompts, aged], rules, 1.0)
+    assert len(rows) == 2
+
+
 def test_urgent_prompts_get_their_chunk_first() -> None:
     """Would catch priorities that order the queue but not the tick."""
     rules = Rules(100, by_priority=True)

@@ -76,7 +76,7 @@ def default_config(device: torch.device, head_dim: int) -> DecodeConfig:
     fits = memory // ((stages - 1) * pair + 8192)
     # There the kernel for SM90 takes 14 us where this one takes 16, with 8 rows of 800 tokens of 32 heads, and as
     # long with 32 rows; with 256 it takes 4 % longer.
-    sm90_rows = 24 if sm90_kernels(device) and head_dim in (64, 128) else 0
+    sm90_rows = 16 if sm90_kernels(device) and head_dim in (64, 128) else 0
     return DecodeConfig(num_stages=stages, programs_per_sm=min(max(fits, 1), 2), sm90_rows=sm90_rows)
 
 

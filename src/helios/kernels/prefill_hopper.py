@@ -61,12 +61,12 @@ def paged_prefill_hopper(
     """Causal attention of each row's newest tokens over its pages. Returns ``[T, heads, head_dim]``.
 
     Arguments, and what is left unwritten or unread, as for :func:`paged_prefill`. Raises ValueError for a
-    head_dim other than 64 and 128, and for pages that are not contiguous or no multiple of 128 tokens.
+    head_dim other than 128, and for pages that are not contiguous or no multiple of 128 tokens.
     """
     tokens, heads, head_dim = q.shape
     page_size, kv_heads = k_pages.shape[1], k_pages.shape[2]
-    if head_dim not in (64, 128):
-        raise ValueError(f"head_dim {head_dim} is neither 64 nor 128")
+    if head_dim != 128:
+        raise ValueError(f"head_dim {head_dim} is not 128")
     if page_size % BLOCK_N or heads % kv_heads:
         raise ValueError(f"pages of {page_size} tokens, {heads} heads for {kv_heads} kv heads")
     if not (k_pages.is_contiguous() and v_pages.is_contiguous() and q.stride(2) == 1):

@@ -18,6 +18,7 @@ from helios.runtime.detokenizer import Vocabulary
 from helios.runtime.engine import Engine, EngineConfig
 from helios.runtime.grammar import GrammarCompiler
 from helios.runtime.graph_runner import GraphRunner
+from helios.runtime.mixed_parts import PREFILL_ROWS
 from helios.runtime.page_store import HostPageStore
 from helios.runtime.prefill_backend import require
 from helios.runtime.progress import StartupProgress
@@ -287,6 +288,7 @@ class _Builder:
             priority_age=settings.priority_age_seconds,
             prefill_first=not settings.chunked_prefill,
             long_prefill_token_threshold=settings.long_prefill_token_threshold,
+            max_prompts=PREFILL_ROWS if self.uses_graphs else 0,  # more are computed without a graph
             target_itl=self.target_itl,
             tick_log=settings.tick_log,
         )

@@ -63,6 +63,7 @@ class EngineConfig:
     priority_age: float = 30.0
     prefill_first: bool = False
     long_prefill_token_threshold: int = 0
+    max_prompts: int = 0  # in a tick; 0: no bound
     target_itl: float = 0.0  # 0: chunks are not cut by time
     tick_log: int = 0  # ticks kept
 
@@ -71,7 +72,7 @@ class EngineConfig:
         """What :mod:`helios.runtime.policy` needs to know."""
         return Rules(
             self.prefill_chunk_size, self.prefill_age, self.prefill_first, self.long_prefill_token_threshold,
-            self.by_priority, self.priority_age,
+            self.by_priority, self.priority_age, self.max_prompts,
         )  # fmt: skip
 
 

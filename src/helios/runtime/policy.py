@@ -19,9 +19,9 @@ from helios.runtime.request import Job, Sequence
 class Rules:
     """The rules in force. ``budget`` is a tick's tokens, ages are seconds.
 
-    ``prefill_first`` lets prompts go before decoding, ``long_prefill`` bounds one prompt's tokens in a tick
-    (0: no bound), ``by_priority`` orders jobs by their priority, lower first, except those that have waited for
-    ``priority_age``, which go before all others.
+    ``prefill_first`` lets prompts go before decoding, ``long_prefill`` bounds one prompt's tokens in a tick and
+    ``max_prompts`` the prompts (0: no bound), ``by_priority`` orders jobs by their priority, lower first, except
+    those that have waited for ``priority_age``, which go before all others.
     """
 
     budget: int
@@ -30,6 +30,7 @@ class Rules:
     long_prefill: int = 0
     by_priority: bool = False
     priority_age: float = 30.0
+    max_prompts: int = 0
 
 
 @dataclass(slots=True, eq=False)  # not frozen: one is made for each row of each tick
@@ -88,16 +89,20 @@ def plan(
     if rules.by_priority:
         prompts.sort(key=lambda sequence: urgency(sequence.job, now, rules))
     left = max(rules.budget, len(rows) + 1) - len(rows)
+    places = rules.max_prompts or len(prompts)
 
     def chunk(sequence: Sequence) -> int:
+        if not places:
+            return 0
         count = min(left, sequence.num_uncomputed_tokens)
         if rules.long_prefill:
             count = min(count, rules.long_prefill)
         return time.cut(sequence.num_computed_tokens, count) if time is not None and count else count
 
     def take(sequence: Sequence, count: int) -> None:
-        nonlocal left
+        nonlocal left, places
         rows.append(RowPlan(sequence, sequence.num_computed_tokens, count))
+        places -= 1
         sequence.aged_since = now
         left -= count
         if time is not None:

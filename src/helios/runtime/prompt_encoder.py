@@ -122,7 +122,7 @@ class PromptEncoder:
     def starts_in_thinking(self, ids: list[int]) -> bool:
         """Whether a prompt's last turn has opened a think block and not closed it."""
         tokens = self.structural
-        if tokens.think is None:
+        if tokens.think is None or tokens.think not in ids:  # the search in C: long prompts rarely hold one
             return False
         for token in reversed(ids):
             if token == tokens.think:
