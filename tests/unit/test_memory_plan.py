@@ -163,6 +163,8 @@ def test_warm_up_takes_every_path() -> None:
     plans = bench.runner.plans
     assert [row[1:] for row in plans[0]] == [(0, PAGE_SIZE + 1)]
     assert [row[1:] for row in plans[DECODE_STEPS]] == [(PAGE_SIZE, 1)]
+    # Again from its first token, which only log probabilities of the prompt ask for: no graph holds such a tick.
+    assert sum([row[1:] for row in plan] == [(0, PAGE_SIZE + 1)] for plan in plans) == 2
     assert max(sum(count for _, _, count in plan) for plan in plans) == 1000
     for size in (1, 4, 8):
         decode_ticks = [

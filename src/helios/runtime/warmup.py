@@ -144,6 +144,7 @@ def warm_up(
         lambda: _run(engine, [PAGE_SIZE + 1]),  # cold prefill over a page border
         lambda: _run(engine, [PAGE_SIZE + 1]),  # the same again: prefix restoration
         lambda: _run_cold(engine, chunk),  # a full packed tick
+        lambda: _run(engine, [PAGE_SIZE + 1], prompt_logprobs=1),  # a tick that no graph holds
     ]
     if calibrate:
         stages += [lambda length=length: _run_cold(engine, length) for length in _calibration(engine)]
@@ -199,14 +200,15 @@ def _run_cold(engine: Engine, length: int) -> None:
     _run(engine, [length])
 
 
-def _run(engine: Engine, prompt_lengths: list[int]) -> None:
+def _run(engine: Engine, prompt_lengths: list[int], prompt_logprobs: int | None = None) -> None:
     """Serve one batch of made-up prompts, cut to the context, to the end; half of the rows sample, half are
     greedy."""
     longest = engine.config.max_model_len - DECODE_STEPS
     for index, length in enumerate(min(length, longest) for length in prompt_lengths):
         params = SamplingParams(
-            max_tokens=DECODE_STEPS, ignore_eos=True, temperature=float(index % 2), top_p=0.9, seed=index
-        )
+            max_tokens=DECODE_STEPS, ignore_eos=True, temperature=float(index % 2), top_p=0.9, seed=index,
+            prompt_logprobs=prompt_logprobs,
+        )  # fmt: skip
         ids = [(7 * index + position) % 97 for position in range(length)]
         engine.waiting.append(Job(f"warmup-{index}", ids, params, max_tokens=DECODE_STEPS))
     while engine.has_work:
