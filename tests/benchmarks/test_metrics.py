@@ -4,7 +4,15 @@ from array import array
 
 import numpy as np
 import pytest
-from benchmarks.floor import Card, ModelShape, Work, decode_seconds, ideal_run, prefill_seconds
+from benchmarks.floor import (
+    Card,
+    ModelShape,
+    Work,
+    decode_seconds,
+    ideal_run,
+    prefill_seconds,
+    show_ideal_runs,
+)
 from benchmarks.load import ClientLoad, Record, Run
 from benchmarks.metrics import Limits, concurrency, distribution, lookup, row, summarise
 from benchmarks.run import warnings
@@ -157,6 +165,16 @@ def test_the_ideal_run_of_single_requests_is_prefill_plus_steps():
     late = ideal_run(QWEN3_4B, H200, [Work(9.0, 512, 1)])
     assert late.first_token_seconds == pytest.approx([prefill_seconds(QWEN3_4B, H200, 512)])
     assert prefill_seconds(QWEN3_4B, H200, 512, 512) == QWEN3_4B.weight_read_bytes / H200.bandwidth
+
+
+def test_ideal_runs_are_printed_for_each_seed(capsys: pytest.CaptureFixture[str]):
+    """Would catch arrivals or lengths that get lost between a workload and its ideal run."""
+    show_ideal_runs(QWEN3_4B, H200, "poisson:rate=8,count=40", [2, 3])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[1] for line in lines] == ["rate=8,count=40 seed 2", "rate=8,count=40 seed 3"]
+    longest = max(len(ask.prompt or ()) for ask in build("poisson:rate=8,count=40", 2).asks)
+    worst = float(lines[0].split("max ")[1].split()[0])
+    assert worst >= 1e3 * prefill_seconds(QWEN3_4B, H200, longest) - 0.1
 
 
 def test_floors_and_shares_are_in_the_aggregates():

@@ -161,8 +161,8 @@ def _merge(
     HEAD_DIM: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """A row's output from its partial results, in their order. ``slots``: of the first, of what would be the one
-    before the second, from one to the next, and their number."""
+    """A row's output from its partial results, in their order. ``slots``: where the first lies, where it would lie
+    if it were like the others, from one to the next, and how many there are."""
     first, base, stride, count = slots
     lane = gl.arange(0, GROUP_PAD, layout=gl.SliceLayout(1, LAYOUT))
     dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT))
