@@ -8,12 +8,15 @@ SIGTERM or Ctrl-C starts a drain: new requests get 503, running ones finish with
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import logging
 import signal
 import socket
 import sys
 import threading
+from logging.handlers import QueueHandler, QueueListener
+from queue import SimpleQueue
 from types import FrameType
 from typing import cast
 
@@ -167,11 +170,20 @@ def _settle() -> None:
 
 
 def configure_logging(level: str) -> None:
-    """Log lines to standard error. Requests are logged by id and event, never by text."""
-    logging.basicConfig(
-        level=logging.WARNING,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    """Log lines to standard error. Requests are logged by id and event, never by text.
+
+    A thread writes them: the engine's ticks and the event loop do not wait for a file or a slow reader. What is
+    queued when the process ends is written then.
+    """
     logging.getLogger("helios").setLevel(level.upper())
+    root = logging.getLogger()
+    if root.handlers:  # somebody else's, whose program this is
+        return
+    lines = logging.StreamHandler(sys.stderr)
+    lines.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s", "%H:%M:%S"))
+    records: SimpleQueue[logging.LogRecord] = SimpleQueue()
+    writer = QueueListener(records, lines)
+    writer.start()
+    atexit.register(writer.stop)
+    root.addHandler(QueueHandler(records))
+    root.setLevel(logging.WARNING)
