@@ -95,12 +95,12 @@ def use_sm90(enabled: bool) -> None:
 
 def sm90_kernels(device: torch.device) -> bool:
     """Whether the kernels that are written for SM90 (H100, H200) serve on ``device``."""
-    return (
-        _Switches.sm90
-        and device.type == "cuda"
-        and torch.cuda.get_device_capability(device) == (9, 0)
-        and importlib.util.find_spec("triton.experimental.gluon") is not None
-    )
+    if not _Switches.sm90 or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        return importlib.util.find_spec("triton.experimental.gluon") is not None
+    except ModuleNotFoundError:  # an older Triton, or none
+        return False
 
 
 def launch_options(num_warps: int) -> dict[str, Any]:
