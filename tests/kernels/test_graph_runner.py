@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,8 +147,21 @@ def test_a_fully_cached_prompt_is_computed_beside_others(engines: tuple[Engine, 
     graphs, plain = engines
     prompts = prompts_of(256, 20)
     expected = run(plain, prompts, GREEDY, [1, 2])
-    run(graphs, prompts[:1], GREEDY, [1])
+    # A whole page through the interpreter would take half a minute: the plain path fills it.
+    runner = runner_of(graphs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "forward", partial(ModelRunner.forward, runner))
+        patch.setattr(runner, "sample", partial(ModelRunner.sample, runner))
+        patch.setattr(runner, "collect", partial(ModelRunner.collect, runner))
+        run(graphs, prompts[:1], GREEDY, [1])
+    assert not runner.replays
+    (block,) = graphs.prefix_cache.blocks()
+    shared = runner.cache.data[:, :, block.page]
+    shared[..., -1, :, :] *= 1.001  # a mark that writing the last token again would remove
+    before = shared.clone()
     assert run(graphs, prompts, GREEDY, [1, 2]) == expected
+    assert torch.equal(shared, before)
+    assert graphs.prefix_cache.hit_tokens == 255  # all but the last token, which is computed
 
 
 def test_seeded_sampling_equals_the_plain_path(engines: tuple[Engine, Engine]) -> None:
