@@ -80,15 +80,20 @@ def test_fastest_right_candidate_wins(choose: Choose) -> None:
 
 
 @pytest.mark.parametrize("sm90", [False, True])
-def test_tails_are_tried_where_tiles_fill_the_card(sm90: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fa3", [False, True])
+def test_tails_are_tried_where_tiles_fill_the_card(
+    sm90: bool, fa3: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of one configuration with and without, under names that tell them apart; short calls start sooner. Where
     the kernel for SM90 is tried, long calls leave out the form without a tail, which never wins there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(prefill_backend, "kernels_available", lambda _: True)
     monkeypatch.setattr(prefill_backend, "sm90_kernels", lambda _: sm90)
-    monkeypatch.setattr(prefill_backend, "fa3_installed", lambda: False)
+    monkeypatch.setattr(prefill_backend, "fa3_installed", lambda: fa3)
     for most, _, _ in CLASSES:
         found = [one.name for one in candidates("auto", torch.device("cuda"), most)]
+        assert (found[0] == "fa3") is fa3
+        found = found[fa3:]
         plain = triton_candidate(default_config(most)).name
         if sm90:
             assert found == ["triton sm90", f"{plain} tail" if most > 512 else plain]

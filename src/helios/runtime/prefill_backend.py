@@ -126,19 +126,20 @@ def require(choice: Choice) -> None:
 
 def triton_candidate(config: PrefillConfig) -> Candidate:
     """The Triton kernel in one configuration. Its first call on a device must not be captured."""
-    return _with_counters(f"triton {config}", lambda: partial(paged_prefill, config=config))
+    return _with_counters(f"triton {config}", partial(paged_prefill, config=config))
 
 
 def hopper_candidate() -> Candidate:
     """The kernel written for SM90, imported in its first call, which must not be captured."""
 
-    def load() -> Callable[..., torch.Tensor]:
-        return importlib.import_module("helios.kernels.prefill_hopper").paged_prefill_hopper
+    def attend(*arguments: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+        kernel = importlib.import_module("helios.kernels.prefill_hopper").paged_prefill_hopper
+        return kernel(*arguments, counters=counters)
 
-    return _with_counters("triton sm90", load)
+    return _with_counters("triton sm90", attend)
 
 
-def _with_counters(name: str, load: Callable[[], Callable[..., torch.Tensor]]) -> Candidate:
+def _with_counters(name: str, attend: Callable[..., torch.Tensor]) -> Candidate:
     """A kernel of ours with counters of its own on each device."""
     counters: dict[torch.device, torch.Tensor] = {}
 
@@ -154,7 +155,7 @@ def _with_counters(name: str, load: Callable[[], Callable[..., torch.Tensor]]) -
     ) -> torch.Tensor:
         if q.device not in counters:
             counters[q.device] = new_counters(q.device)
-        return load()(q, k_pages, v_pages, page_table, kv_lengths, cu_q, counters=counters[q.device])
+        return attend(q, k_pages, v_pages, page_table, kv_lengths, cu_q, counters=counters[q.device])
 
     return Candidate(name, run)
 
@@ -196,10 +197,10 @@ def candidates(choice: Choice, device: torch.device, most: int) -> list[Candidat
         found.append(fa3_candidate())
     # Older cards are what FlashAttention-2 was written for: left out of auto, they start sooner.
     if (choice == "triton" or (choice == "auto" and capability >= (9, 0))) and kernels_available(device):
-        config, long = default_config(most), most > TAIL_ABOVE
-        if sm90_kernels(device):
+        config, long, sm90 = default_config(most), most > TAIL_ABOVE, sm90_kernels(device)
+        if sm90:
             found.append(hopper_candidate())
-        if not (long and found):
+        if not (long and sm90):
             found.append(triton_candidate(config))
         if long:
             found.append(triton_candidate(replace(config, tail=True)))
