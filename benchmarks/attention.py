@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from benchmarks.kernel_report import DEVICE, Report, first_line
 from benchmarks.prefill_attention import run_prefill
-from helios.kernels.common import use_pdl
+from helios.kernels.common import multiprocessors, use_pdl
 from helios.kernels.decode_attention import (
     DecodeConfig,
     DecodeWorkspace,
@@ -108,7 +108,7 @@ def own_attention(
     buffers: KVBuffers, config: DecodeConfig, max_kv: int
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     rows, heads = buffers.q.shape[:2]
-    sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    sms = multiprocessors(DEVICE)
     columns = num_columns(rows, max_kv, KV_HEADS, sms, config)
     workspace = DecodeWorkspace(DEVICE, rows, columns, KV_HEADS, heads // KV_HEADS, HEAD_DIM)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from helios.config import PAGE_SIZE
+from helios.kernels.common import multiprocessors
 from helios.kernels.decode_attention import DecodeWorkspace, default_config, num_columns, paged_decode
 from helios.kernels.measure import time_in_graph
 from helios.runtime.batch import AttentionPlan
@@ -59,10 +60,7 @@ def _case(built: Built, rows: int, context: int, prompt: int) -> dict[str, Any]:
     found["one_call_microseconds"] = 1e6 * _seconds(lambda: attend(q, k, v, one), device)
     if device.type == "cuda":
         decode = default_config(device, config.head_dim)
-        properties: Any = torch.cuda.get_device_properties(device)
-        columns = num_columns(
-            rows, pages * PAGE_SIZE, config.num_kv_heads, properties.multi_processor_count, decode
-        )
+        columns = num_columns(rows, pages * PAGE_SIZE, config.num_kv_heads, multiprocessors(device), decode)
         group = config.num_heads // config.num_kv_heads
         workspace = DecodeWorkspace(device, rows, columns, config.num_kv_heads, group, config.head_dim)
 

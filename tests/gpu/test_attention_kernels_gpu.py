@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from helios.kernels.common import sm90_kernels, use_pdl
+from helios.kernels.common import multiprocessors, sm90_kernels, use_pdl
 from helios.kernels.decode_attention import (
     DecodeConfig,
     DecodeWorkspace,
@@ -160,7 +160,7 @@ def test_graph_follows_lengths_between_replays(form: dict[str, Any], pdl: bool, 
     rows = 24
     pool = Pool(rows, 16, 8, 128, 700, torch.bfloat16)
     config = replace(default_config(gpu, 128), **form)
-    sms = torch.cuda.get_device_properties(gpu).multi_processor_count
+    sms = multiprocessors(gpu)
     workspace = DecodeWorkspace(gpu, rows, num_columns(rows, LONGEST, 8, sms, config), 8, 2, 128)
     pool.fill([100] * rows, seed=0)
     pool.decode(config, workspace)

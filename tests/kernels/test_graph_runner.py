@@ -87,9 +87,7 @@ def engines(model: Qwen3) -> Iterator[tuple[Engine, Engine]]:
         event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
         patch.setattr(torch.cuda, "Event", lambda **options: event)
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-        patch.setattr(
-            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4)
-        )
+        patch.setattr(graph_runner, "multiprocessors", lambda device: 4)
         small = triton_candidate(PrefillConfig(block_m=32, block_n=64, num_warps=4, num_stages=2))
         patch.setattr(graph_runner, "choose_prefill", lambda *a, **k: PrefillBackend([small] * len(CLASSES)))
         patch.setattr(graph_runner, "MIXED_TOKENS", TOKENS)

@@ -39,14 +39,15 @@ def build(kernel, types, aligned, constants, name, **options):
 """
 PREFILL = """
 from helios.kernels import prefill_hopper as home
-pages = descriptor(home.BLOCK_N, 128)
+pages = descriptor(home.CONFIG.block_n, 128)
 types = {"q": "*bf16", "keys": pages, "values": pages, "out": "*bf16", "scale": "fp32"}
 types |= dict.fromkeys(("page_table", "kv_lengths", "cu_q", "counters"), "*i32")
 types |= dict.fromkeys(("part_values", "part_stats"), "*fp32")
 aligned = ("q", "out", "part_values", "part_stats", "q_token_stride", "q_head_stride")
 constants = dict(
-    PAGE=256, HEADS=32, GROUP=4, PACK=4, HEAD_DIM=128, M=home.BLOCK_M, N=home.BLOCK_N, STAGES=home.STAGES,
-    ROWS_PAD=32, REGISTERS=home.CONSUMER_REGISTERS, PRODUCER_REGISTERS=home.PRODUCER_REGISTERS, PDL=True,
+    PAGE=256, HEADS=32, GROUP=4, PACK=4, HEAD_DIM=128, M=home.CONFIG.block_m, N=home.CONFIG.block_n,
+    STAGES=home.CONFIG.num_stages, ROWS_PAD=32, REGISTERS=home.CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS=home.PRODUCER_REGISTERS, PDL=True,
 )
 build(home.prefill_sm90_kernel, types, aligned, constants, "prefill")
 """

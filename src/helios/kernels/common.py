@@ -29,6 +29,7 @@ def _load() -> tuple[Any, Any, Any]:
 
 
 triton, tl, cuda = _load()
+LOG2_E = 1.4426950408889634  # attention's scores are in powers of two: exp2 is one instruction
 # Fixed here, when the kernels are defined: Triton looks at TRITON_INTERPRET once for each of them.
 _INTERPRETED = triton is not None and bool(triton.knobs.runtime.interpret)
 

@@ -27,10 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from helios.kernels.common import launch_options
+from helios.kernels.gluon_common import page_blocks
 
 TILE = 64  # keys of a block
 STAGES = 3  # blocks of keys, and of values, in shared memory
@@ -62,15 +62,10 @@ def decode_hopper(
     of two. head_dim is 64 or 128, and pages are contiguous."""
     rows, heads, head_dim = q.shape
     page_size, kv_heads = k_pages.shape[1], k_pages.shape[2]
-    layout = gl.NVMMASharedLayout(128, 16, rank=2)
-    keys, vals = (
-        TensorDescriptor.from_tensor(pages.flatten(0, 1).flatten(1, 2), [TILE, head_dim], layout)
-        for pages in (k_pages, v_pages)
-    )
     decode_sm90_kernel[(kv_heads, columns)](
         q,
-        keys,
-        vals,
+        page_blocks(k_pages, TILE),
+        page_blocks(v_pages, TILE),
         page_table,
         kv_lengths,
         out,

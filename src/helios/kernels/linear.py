@@ -45,7 +45,7 @@ class Variant:
     num_warps: int = 4
     block_k: int = 0  # split and stream; a gemv's is 256 for each warp
     num_stages: int = 1  # split and stream
-    splits: int = 1  # split only
+    splits: int = 1  # more than one in split only
     pad: int = 16  # split and stream: the most rows
     half: bool = False  # stream only: a program on every other multiprocessor, for few tiles
 
@@ -53,10 +53,8 @@ class Variant:
         """Whether this variant computes a linear of that shape."""
         if self.kind == "gemv":
             return rows <= MAX_GEMV_ROWS and k % 8 == 0
-        if self.kind == "split":
+        if self.kind in ("split", "stream"):
             return rows <= self.pad and k % self.block_k == 0 and k // self.block_k >= self.splits
-        if self.kind == "stream":
-            return rows <= self.pad and k % self.block_k == 0
         return True
 
     def __str__(self) -> str:
@@ -100,13 +98,13 @@ class LinearWorkspace:
 
     def grow(self, n: int, variant: Variant) -> None:
         """Make room for ``variant`` on ``n`` outputs. Call before a capture: memory must not move later."""
-        blocks = -(-n // max(variant.block_n, 1))
-        if variant.kind == "stream":  # two parts of each program, of tiles twice as high if gated
-            size = 2 * multiprocessors(self.parts.device) * variant.pad * 2 * variant.block_n
-        elif variant.kind == "split" and variant.splits > 1:
-            size = blocks * variant.splits * variant.pad * variant.block_n
-        else:
+        if variant.kind != "stream" and variant.splits == 1:
             return
+        blocks = -(-n // variant.block_n)
+        parts = blocks * variant.splits
+        if variant.kind == "stream":  # two of each program, of tiles twice as high if gated
+            parts = 4 * multiprocessors(self.parts.device)
+        size = parts * variant.pad * variant.block_n
         if self.parts.numel() < size:
             self.parts = torch.empty(size, device=self.parts.device, dtype=torch.float32)
         if self.counters.numel() < blocks:
@@ -135,6 +133,26 @@ def small_linear(
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError("x must be contiguous along K, and the weight contiguous")
     out = torch.empty((rows, n), device=x.device, dtype=x.dtype)
+    if workspace is None:
+        workspace = LinearWorkspace(x.device)
+        workspace.grow(n, variant)
+    if variant.kind == "stream":
+        height = 2 if gated else 1  # of a tile, whose ring has as many fewer stages
+        importlib.import_module("helios.kernels.linear_hopper").stream_linear(
+            x,
+            weight,
+            bias,
+            residual,
+            out,
+            workspace.parts,
+            workspace.counters,
+            gated=gated,
+            block_n=variant.block_n * height,
+            pad=variant.pad,
+            stages=variant.num_stages // height,
+            programs=multiprocessors(x.device) // (2 if variant.half else 1),
+        )
+        return out
     blocks = -(-n // variant.block_n)
     epilogue = {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None}
     bias = weight if bias is None else bias  # never read then
@@ -157,26 +175,6 @@ def small_linear(
             GATED=gated,
             **epilogue,
             **launch_options(variant.num_warps),
-        )
-        return out
-    if workspace is None:
-        workspace = LinearWorkspace(x.device)
-        workspace.grow(n, variant)
-    if variant.kind == "stream":
-        # A gated tile is twice as high, so that its ring has half the stages.
-        importlib.import_module("helios.kernels.linear_hopper").stream_linear(
-            x,
-            weight,
-            bias if epilogue["HAS_BIAS"] else None,
-            residual if epilogue["HAS_RESIDUAL"] else None,
-            out,
-            workspace.parts,
-            workspace.counters,
-            gated=gated,
-            block_n=2 * variant.block_n if gated else variant.block_n,
-            pad=variant.pad,
-            stages=variant.num_stages // 2 if gated else variant.num_stages,
-            programs=multiprocessors(x.device) // (2 if variant.half else 1),
         )
         return out
     _split_kernel[(blocks, variant.splits)](

@@ -30,10 +30,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from helios.kernels.common import launch_options
+from helios.kernels.gluon_common import descriptor
 
 BLOCK_K = 128
 LINES = 64  # weight rows of one fetch
@@ -66,10 +66,9 @@ def stream_linear(
     programs = min(
         programs, tiles * (k // BLOCK_K)
     )  # each has something to do: the parts of a tile are counted
-    layout = gl.NVMMASharedLayout(128, 16, rank=2)
     linear_sm90_kernel[(programs,)](
-        TensorDescriptor.from_tensor(x, [pad, BLOCK_K], layout),
-        TensorDescriptor.from_tensor(weight, [LINES, BLOCK_K], layout),
+        descriptor(x, pad, BLOCK_K),
+        descriptor(weight, LINES, BLOCK_K),
         weight if bias is None else bias,
         x if residual is None else residual,
         out,
@@ -219,7 +218,7 @@ def linear_sm90_kernel(
     n_in_tile = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
     row = gl.arange(0, PAD, layout=gl.SliceLayout(0, layout))
     flat = gl.expand_dims(n_in_tile * PAD, 1) + gl.expand_dims(row, 0)
-    used = gl.expand_dims(row < rows, 0) & (gl.expand_dims(n_in_tile, 1) >= 0)
+    used = gl.expand_dims(row < rows, 0)
     for tile in range(first_tile, last_tile + 1):
         start = gl.maximum(tile * tiles_k, begin)
         end = gl.minimum((tile + 1) * tiles_k, begin + count)

@@ -31,10 +31,9 @@ from typing import Any, cast
 
 import torch
 
-from helios.kernels.common import launch_options, multiprocessors
+from helios.kernels.common import LOG2_E, launch_options, multiprocessors
 from helios.kernels.prefill_kernel import prefill_kernel
 
-LOG2_E = 1.4426950408889634
 # Rows of one launch, which the search for a tile compares pairwise. One number, so that one form is compiled.
 MAX_ROWS = 32
 
@@ -110,9 +109,8 @@ def paged_prefill(
     config = config or default_config(q.shape[0])
     tokens, heads, head_dim = q.shape
     page_size, kv_heads = k_pages.shape[1], k_pages.shape[2]
-    _check(q, k_pages, v_pages, config)
-    group = heads // kv_heads
-    pack = group if config.pack and group & (group - 1) == 0 and group <= config.block_m else 1
+    check(q, k_pages, v_pages, config)
+    pack = heads_of_tile(heads // kv_heads, config)
     out = torch.empty((tokens, heads, head_dim), device=q.device, dtype=q.dtype)
     if not tokens:
         return out
@@ -145,7 +143,7 @@ def paged_prefill(
             counters if split else cu_q,
             rows,
             at_once,
-            head_dim**-0.5 * LOG2_E,  # scores in powers of two: exp2 is one instruction
+            head_dim**-0.5 * LOG2_E,
             q.stride(0),
             q.stride(1),
             k_pages.stride(0),
@@ -154,7 +152,7 @@ def paged_prefill(
             page_table.stride(0),
             PAGE=page_size,
             HEADS=heads,
-            GROUP=group,
+            GROUP=heads // kv_heads,
             PACK=pack,
             HEAD_DIM=head_dim,
             BLOCK_M=config.block_m,
@@ -174,6 +172,11 @@ def new_counters(device: torch.device) -> torch.Tensor:
     """Arrivals at each tile of the tail, for :func:`paged_prefill`. They return to zero by themselves, as a
     replayed CUDA graph needs."""
     return torch.zeros(1 << 14, device=device, dtype=torch.int32)
+
+
+def heads_of_tile(group: int, config: PrefillConfig) -> int:
+    """Heads of a group of ``group`` that lie side by side in a tile: all of them, or one."""
+    return group if config.pack and group & (group - 1) == 0 and group <= config.block_m else 1
 
 
 def num_tiles(tokens: int, rows: int, queries: int) -> int:
@@ -212,7 +215,8 @@ def paged_prefill_reference(
     return out
 
 
-def _check(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, config: PrefillConfig) -> None:
+def check(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, config: PrefillConfig) -> None:
+    """Raise ValueError for what :func:`paged_prefill` cannot do."""
     heads, head_dim = q.shape[1:]
     page_size, kv_heads = k_pages.shape[1], k_pages.shape[2]
     if heads % kv_heads:

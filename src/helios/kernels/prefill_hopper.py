@@ -30,15 +30,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from helios.kernels.common import launch_options, multiprocessors
-from helios.kernels.prefill_attention import LOG2_E, MAX_ROWS, new_counters, num_tiles
+from helios.kernels.common import LOG2_E, launch_options, multiprocessors
+from helios.kernels.gluon_common import page_blocks
+from helios.kernels.prefill_attention import (
+    MAX_ROWS,
+    PrefillConfig,
+    check,
+    heads_of_tile,
+    new_counters,
+    num_tiles,
+)
 
-BLOCK_M = 128  # queries times packed heads of a tile
-BLOCK_N = 128  # keys of a block
-STAGES = 2  # blocks of keys, and of values, in shared memory
+# Queries times packed heads of a tile, keys of a block, and blocks of keys, and of values, in shared memory.
+CONFIG = PrefillConfig(block_m=128, block_n=128, num_warps=4, num_stages=2, tma=True)
 CONSUMER_REGISTERS = 240  # of a thread of the second group; the first gets what is left, as many
 PRODUCER_REGISTERS = 24
 
@@ -60,32 +66,24 @@ def paged_prefill_hopper(
 ) -> torch.Tensor:
     """Causal attention of each row's newest tokens over its pages. Returns ``[T, heads, head_dim]``.
 
-    Arguments, and what is left unwritten or unread, as for :func:`paged_prefill`. Raises ValueError for a
-    head_dim other than 128, and for pages that are not contiguous or no multiple of 128 tokens.
+    Arguments, and what is left unwritten or unread, as for :func:`paged_prefill`. Raises ValueError where that
+    one does, for a head_dim other than 128, and for pages that are not contiguous or no multiple of 128 tokens.
     """
     tokens, heads, head_dim = q.shape
     page_size, kv_heads = k_pages.shape[1], k_pages.shape[2]
-    if head_dim != 128:
-        raise ValueError(f"head_dim {head_dim} is not 128")
-    if page_size % BLOCK_N or heads % kv_heads:
-        raise ValueError(f"pages of {page_size} tokens, {heads} heads for {kv_heads} kv heads")
-    if not (k_pages.is_contiguous() and v_pages.is_contiguous() and q.stride(2) == 1):
-        raise ValueError("tensor descriptors need contiguous pages")
-    group = heads // kv_heads
-    pack = group if group & (group - 1) == 0 and group <= BLOCK_M else 1
+    if head_dim != CONFIG.block_n:  # scores and outputs then have one layout
+        raise ValueError(f"head_dim {head_dim} is not {CONFIG.block_n}")
+    check(q, k_pages, v_pages, CONFIG)
+    pack = heads_of_tile(heads // kv_heads, CONFIG)
     out = torch.empty((tokens, heads, head_dim), device=q.device, dtype=q.dtype)
     if not tokens:
         return out
-    layout = gl.NVMMASharedLayout(128, 16, rank=2)
-    keys, values = (
-        TensorDescriptor.from_tensor(pages.flatten(0, 1).flatten(1, 2), [BLOCK_N, head_dim], layout)
-        for pages in (k_pages, v_pages)
-    )
+    keys, values = (page_blocks(pages, CONFIG.block_n) for pages in (k_pages, v_pages))
     at_once = at_once or multiprocessors(q.device)  # a program fills a multiprocessor
     counters = new_counters(q.device) if counters is None else counters
     for first in range(0, kv_lengths.shape[0], MAX_ROWS):
         rows = min(kv_lengths.shape[0] - first, MAX_ROWS)
-        programs = num_tiles(tokens, rows, BLOCK_M // pack) * (heads // pack)
+        programs = num_tiles(tokens, rows, CONFIG.block_m // pack) * (heads // pack)
         prefill_sm90_kernel[((programs // at_once + 1) * at_once,)](
             q,
             keys,
@@ -94,8 +92,8 @@ def paged_prefill_hopper(
             kv_lengths[first:],
             cu_q[first:],
             out,
-            torch.empty((at_once, BLOCK_M, head_dim), device=q.device, dtype=torch.float32),
-            torch.empty((at_once, 2, BLOCK_M), device=q.device, dtype=torch.float32),
+            torch.empty((at_once, CONFIG.block_m, head_dim), device=q.device, dtype=torch.float32),
+            torch.empty((at_once, 2, CONFIG.block_m), device=q.device, dtype=torch.float32),
             counters,
             rows,
             at_once,
@@ -105,16 +103,16 @@ def paged_prefill_hopper(
             page_table.stride(0),
             PAGE=page_size,
             HEADS=heads,
-            GROUP=group,
+            GROUP=heads // kv_heads,
             PACK=pack,
             HEAD_DIM=head_dim,
-            M=BLOCK_M,
-            N=BLOCK_N,
-            STAGES=STAGES,
+            M=CONFIG.block_m,
+            N=CONFIG.block_n,
+            STAGES=CONFIG.num_stages,
             ROWS_PAD=MAX_ROWS,
             REGISTERS=CONSUMER_REGISTERS,
             PRODUCER_REGISTERS=PRODUCER_REGISTERS,
-            **launch_options(4),
+            **launch_options(CONFIG.num_warps),
         )
     return out
 
@@ -203,12 +201,12 @@ def _consume(
 ):
     """Four warps: the output of one half of the tile's queries, or the tile's part of it."""
     ROWS: gl.constexpr = M // 2
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
+    gl.static_assert(N == HEAD_DIM)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])  # of scores and outputs
+    in_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    in_columns: gl.constexpr = gl.SliceLayout(0, layout)
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    scores_rows: gl.constexpr = gl.SliceLayout(1, scores_layout)
-    out_rows: gl.constexpr = gl.SliceLayout(1, out_layout)
     k_ring, v_ring, k_ready, k_free, v_ready, v_free = rings
     first_row, tokens, first_head, first_position = tile
     blocks, last_start = keys_to_walk
@@ -223,13 +221,13 @@ def _consume(
         fence_async_shared()
 
         position = gl.expand_dims(
-            first_position + (HALF * ROWS + gl.arange(0, ROWS, layout=scores_rows)) // PACK, 1
+            first_position + (HALF * ROWS + gl.arange(0, ROWS, layout=in_rows)) // PACK, 1
         )
-        columns = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, scores_layout)), 0)
-        maximum = gl.full([ROWS], _MASKED, gl.float32, scores_rows)
-        total = gl.zeros([ROWS], gl.float32, scores_rows)
-        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, out_layout)
-        none = gl.zeros([ROWS, N], gl.float32, scores_layout)
+        columns = gl.expand_dims(gl.arange(0, N, layout=in_columns), 0)
+        maximum = gl.full([ROWS], _MASKED, gl.float32, in_rows)
+        total = gl.zeros([ROWS], gl.float32, in_rows)
+        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout)
+        none = gl.zeros([ROWS, N], gl.float32, layout)
 
         mbarrier.wait(k_ready.index(0), 0)
         scores = warpgroup_mma(
@@ -261,20 +259,19 @@ def _consume(
                 mbarrier.wait(k_ready.index(following), ((i + 1) // STAGES) & 1, pred=i + 1 < blocks)
                 acc, p = warpgroup_mma_wait(0, deps=(acc, p))
                 mbarrier.arrive(v_free.index(before), count=1)
-                acc = acc * gl.expand_dims(gl.convert_layout(decay, out_rows), 1)
+                acc = acc * gl.expand_dims(decay, 1)
         final = (blocks - 1) % STAGES
         mbarrier.wait(v_ready.index(final), ((blocks - 1) // STAGES) & 1)
         acc = warpgroup_mma(p, v_ring.index(final), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
 
-        total = gl.convert_layout(total, out_rows)
-        m_out = HALF * ROWS + gl.arange(0, ROWS, layout=out_rows)
-        d_out = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, out_layout)), 0)
+        m_out = HALF * ROWS + gl.arange(0, ROWS, layout=in_rows)
+        d_out = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=in_columns), 0)
         complete = True
         if cut[0] > 1:
             values, stats, counters = parts_of_tiles
             flat = gl.expand_dims(m_out * HEAD_DIM, 1) + d_out
-            gl.store(stats + slot * (2 * M) + m_out, gl.convert_layout(maximum, out_rows))
+            gl.store(stats + slot * (2 * M) + m_out, maximum)
             gl.store(stats + slot * (2 * M) + M + m_out, total)
             gl.store(values + slot * (M * HEAD_DIM) + flat, acc)
             gl.barrier()  # every thread's values are written before one of them says so
@@ -283,7 +280,7 @@ def _consume(
             complete = arrived == cut[0] - 1  # the last one to come writes the output
             if complete:
                 gl.store(counter, 0)  # for the next launch
-                acc, total = _merge(values, stats, cut, m_out, flat, M, ROWS, HEAD_DIM, out_layout)
+                acc, total = _merge(values, stats, cut, m_out, flat, M, ROWS, HEAD_DIM, layout)
         if complete:
             result = (acc / gl.expand_dims(total, 1)).to(out.dtype.element_ty)
             place = ((first_row + m_out // PACK) * HEADS + first_head + m_out % PACK) * HEAD_DIM

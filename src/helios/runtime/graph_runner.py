@@ -19,14 +19,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import torch
 
 from helios.config import PAGE_SIZE
 from helios.kernels import sampling
-from helios.kernels.common import use_pdl, use_sm90
+from helios.kernels.common import multiprocessors, use_pdl, use_sm90
 from helios.kernels.decode_attention import DecodeWorkspace, default_config, num_columns, paged_decode
 from helios.kernels.linear_table import ROW_BUCKETS, LinearTable
 from helios.kernels.step import begin_step, end_step
@@ -93,10 +92,9 @@ class GraphRunner(ModelRunner):
         report: Callable[[int, int], object] = lambda done, total: None,
     ) -> None:
         """Choose kernels by measurement and capture the graphs. ``max_tokens`` of a tick bound the mixed ladder,
-        ``pdl`` allows programmatic dependent launch, ``sm90`` the kernels written for SM90,
-        ``prefill_attention`` names what computes prompt attention
-        or leaves it to measurement; ``only_largest`` captures just the graphs that decide
-        how much memory is needed."""
+        ``pdl`` allows programmatic dependent launch, ``sm90`` the kernels written for SM90, ``prefill_attention``
+        names what computes prompt attention or leaves it to measurement; ``only_largest`` captures just the graphs
+        that decide how much memory is needed."""
         device, config = self.device, self.model.config
         use_pdl(pdl, device)
         use_sm90(sm90)
@@ -110,9 +108,8 @@ class GraphRunner(ModelRunner):
             self._mixed_tokens = self._mixed_tokens[-1:]
         self._max_kv = self.max_pages * PAGE_SIZE
         self._decode_config = default_config(device, config.head_dim)
-        multiprocessors = cast(int, torch.cuda.get_device_properties(device).multi_processor_count)
         columns = num_columns(
-            self.max_rows, self._max_kv, config.num_kv_heads, multiprocessors, self._decode_config
+            self.max_rows, self._max_kv, config.num_kv_heads, multiprocessors(device), self._decode_config
         )
         group = config.num_heads // config.num_kv_heads
         self._workspace = DecodeWorkspace(
