@@ -163,6 +163,17 @@ def test_offline_stands_beside_http():
     assert http_section([alone | {"label": "other"}], [comparison()]) == []
 
 
+def test_offline_and_http_are_compared_on_the_same_requests():
+    """Another seed has other lengths: its rate says nothing about what HTTP costs."""
+    rounds = [{"seed": seed, "output_tokens_per_second": rate} for seed, rate in ((0, 900.0), (2, 110.0))]
+    alone = {"label": "h200-0.6b", "workload": "offline256", "output_tokens_per_second": {"p50": 505.0}}
+    over = comparison()
+    for entry in over["rounds"]:
+        entry["seed"] = 2
+    lines = http_section([alone | {"rounds": rounds}], [over])
+    assert lines[-2] == "| h200-0.6b | offline256 | 110 | 100 | 90.9% |"
+
+
 def engine_results() -> list[dict[str, Any]]:
     """One of each kind, with numbers nobody measured."""
     latency = {"p50": 0.01, "p99": 0.02, "max": 0.05}
