@@ -1,4 +1,4 @@
-"""``x [R, K] @ weight [N, K].T`` for up to 128 rows on SM90 (H100, H200) in Gluon. Import it only there.
+"""``x [R, K] @ weight [N, K].T`` for up to 32 rows on SM90 (H100, H200) in Gluon. Import it only there.
 
 At so few rows a linear streams its weight, and what decides is that every multiprocessor streams all the time.
 So there is one program on each, and the work, tiles of the output times blocks of K, is divided evenly among
