@@ -67,13 +67,15 @@ class DecodeConfig:
 
 
 def default_config(device: torch.device, head_dim: int) -> DecodeConfig:
-    """The configuration for a card, by its shared memory: two programs for each multiprocessor where they fit.
-    A third one gains nothing on an H200: 199 us with two and 203 with three for 256 rows of 800 tokens."""
+    """The configuration for a card, by its shared memory: two programs for each multiprocessor where they fit, and
+    stages until a third does not. With programmatic dependent launch programs come while the kernel before still
+    holds some multiprocessors; where three fit, some get three and others one, and the step waits for the three.
+    """
     if device.type != "cuda":
         return DecodeConfig()
     memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     pair = 2 * 64 * head_dim * 2
-    stages = 3 if memory >= 2 * (2 * pair + 8192) else 2
+    stages = next((s for s in (4, 3) if memory >= 2 * ((s - 1) * pair + 8192)), 2)
     fits = memory // ((stages - 1) * pair + 8192)
     # The kernel for SM90 is faster with few rows, and slower with many.
     sm90_rows = 16 if sm90_kernels(device) and head_dim in (64, 128) else 0
