@@ -44,6 +44,8 @@ def test_filling_equals_the_plain_packing(rows: list[RowPlan], spare: int) -> No
     assert not parts.kv_lengths[decode:MAX_ROWS].any(), "a padding row would write over a prompt's token"
     for place, row in zip(places, rows, strict=True):
         assert parts.table[place].tolist() == tables[row.sequence.row].tolist()
+    assert parts.logit_keys[: len(rows)].tolist() == places
+    assert not parts.kv_lengths[parts.logit_keys[len(rows) :]].any(), "a padding row has no keys"
     prompts = len(rows) - decode
     offsets = [decode + offset for offset in plain.attention.prefill_cu_q.tolist()]
     assert parts.cu_q.tolist() == offsets + [offsets[-1]] * (PREFILL_ROWS - prompts)

@@ -34,7 +34,7 @@ from helios.runtime.mixed_parts import PREFILL_ROWS, MixedParts
 from helios.runtime.page_pool import DUMMY_PAGE
 from helios.runtime.policy import RowPlan
 from helios.runtime.prefill_backend import BUDGET_S, Choice, choose_prefill
-from helios.runtime.qwen3.fused import Attend, FusedForward, TokenInputs
+from helios.runtime.qwen3.fused import Attend, FusedForward, TokenInputs, Wanted
 from helios.runtime.request import Sequence
 from helios.runtime.runner import ForwardClock, ModelRunner, Pending, spread_logprobs
 from helios.runtime.sampler import SampledTokens, SamplingTensors, has_filter
@@ -413,8 +413,11 @@ class GraphRunner(ModelRunner):
             ids = parts.ids.long()
             newest = self._last_tokens[(-1 - ids).clamp_(min=0)]
             ids = torch.where(ids < 0, newest, ids)
-            stream = self._fused.stream(TokenInputs(ids, parts.positions, parts.slots), attend)
-            self._fused.logits_into(self._logits[:size], stream, parts.logit_rows)
+            of_rows = self._attend(parts.table[parts.logit_keys], parts.kv_lengths[parts.logit_keys])
+            stream = self._fused.stream(
+                TokenInputs(ids, parts.positions, parts.slots), attend, Wanted(parts.logit_rows, of_rows)
+            )
+            self._fused.logits_into(self._logits[:size], stream)
 
         self._mixed_graphs[size, tokens] = self._capture(step)
 

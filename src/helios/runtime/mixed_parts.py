@@ -21,7 +21,8 @@ class MixedParts:
     ids: Any  # [T]; -1 - batch row where the token is still on the device
     positions: Any  # [T]
     slots: Any  # [T]
-    logit_rows: Any  # [R], of all rows
+    logit_rows: Any  # [R], of all rows: the newest token of each
+    logit_keys: Any  # [R], likewise: where its length and pages stand in the two below
     kv_lengths: Any  # [R + PREFILL_ROWS], of decoding rows, then of prompts
     table: Any  # [R + PREFILL_ROWS, pages], likewise
     cu_q: Any  # [PREFILL_ROWS + 1], of prompts
@@ -30,7 +31,7 @@ class MixedParts:
     @staticmethod
     def _sizes(rows: int, tokens: int, pages: int) -> tuple[int, ...]:
         both = rows + PREFILL_ROWS
-        return tokens, tokens, tokens, rows, both, both * pages, PREFILL_ROWS + 1
+        return tokens, tokens, tokens, rows, rows, both, both * pages, PREFILL_ROWS + 1
 
     @staticmethod
     def size(rows: int, tokens: int, pages: int) -> int:
@@ -45,7 +46,7 @@ class MixedParts:
         for size in MixedParts._sizes(rows, tokens, pages):
             parts.append(buffer[at : at + size])
             at += size
-        parts[5] = parts[5].reshape(-1, pages)
+        parts[6] = parts[6].reshape(-1, pages)
         return MixedParts(*parts, total=at)
 
     def clear(self) -> None:
@@ -55,6 +56,7 @@ class MixedParts:
             self.positions,
             self.slots,
             self.logit_rows,
+            self.logit_keys,
             self.kv_lengths,
             self.table,
             self.cu_q,
@@ -66,6 +68,7 @@ class MixedParts:
         """Write ``rows``, of which the first ``decode`` bring one token. ``tables`` are those of all batch
         rows, by row."""
         self.clear()
+        self.logit_keys[:] = np.arange(len(self.logit_keys))  # behind the last row: no keys
         sequences = [row.sequence for row in rows]
         pages = tables[[sequence.row for sequence in sequences]]
         starts = np.array([row.start for row in rows], dtype=np.int32)
@@ -91,8 +94,10 @@ class MixedParts:
             self.ids[at:last] = row.sequence.token_ids[row.start : row.end]
             self.positions[at:last] = where
             self.slots[at:last] = table[where // PAGE_SIZE] * PAGE_SIZE + where % PAGE_SIZE
-            self.kv_lengths[len(self.logit_rows) + index] = row.end
-            self.table[len(self.logit_rows) + index] = table
+            place = len(self.logit_rows) + index
+            self.kv_lengths[place] = row.end
+            self.table[place] = table
             self.cu_q[index + 1 :] = last
             self.logit_rows[decode + index] = last - 1
+            self.logit_keys[decode + index] = place
             at = last

@@ -2,6 +2,10 @@
 
 Per layer: norm · qkv · {q/k norm, rotation, KV write} · attention · o (+ residual) · norm · gate and up
 (SiLU, product) · down (+ residual). The plain model stays the reference; the tests compare the two.
+
+Where only some tokens' results are wanted, as with prompts, whose last token alone is sampled from, the last
+layer computes keys and values for all tokens and everything behind them for those: a whole layer's products less,
+but for the projection.
 """
 
 from __future__ import annotations
@@ -31,6 +35,15 @@ class TokenInputs:
     input_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The tokens whose results are wanted: ``rows [R]`` of the packed tokens, each the newest of its sequence, and
+    their attention, one query for each row."""
+
+    rows: torch.Tensor
+    attend: Attend
 
 
 @dataclass(slots=True)
@@ -68,8 +81,8 @@ class FusedForward:
         self._linears = linears
         self._layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
 
-    def stream(self, inputs: TokenInputs, attend: Attend) -> Stream:
-        """The residual stream ``[T, hidden]`` after the last layer."""
+    def stream(self, inputs: TokenInputs, attend: Attend, wanted: Wanted | None = None) -> Stream:
+        """The residual stream after the last layer: ``[T, hidden]``, or ``[R, hidden]`` of the tokens wanted."""
         model, linear = self.model, self._linears
         eps = model.config.rms_norm_eps
         stream = Stream(F.embedding(inputs.input_ids, model.embed_tokens))
@@ -83,6 +96,8 @@ class FusedForward:
             q = qk_norm_rope_write(
                 qkv, norm, eps, model.rope, inputs.positions, inputs.slots, k_pages, v_pages
             )
+            if wanted is not None and index == len(self._layers) - 1:
+                stream, q, attend = stream.select(wanted.rows), q[wanted.rows], wanted.attend
             self._add(stream, attend(q, k_pages, v_pages).flatten(1), attention.o_proj.weight)
             inner = self._gated(stream.norm(layer.post_attention_norm, eps), mlp.gate_up_proj.weight)
             self._add(stream, inner, mlp.down_proj.weight)
@@ -106,11 +121,9 @@ class FusedForward:
         model = self.model
         return self._linears(stream.select(rows).norm(model.norm, model.config.rms_norm_eps), self._head)
 
-    def logits_into(self, out: torch.Tensor, stream: Stream, rows: torch.Tensor | None = None) -> None:
-        """Write the logits of all tokens, or of ``rows``, to ``out``, for a captured graph."""
+    def logits_into(self, out: torch.Tensor, stream: Stream) -> None:
+        """Write the logits of the stream's tokens to ``out``, for a captured graph."""
         model, head = self.model, self._head
-        if rows is not None:
-            stream = stream.select(rows)
         normed = stream.norm(model.norm, model.config.rms_norm_eps)
         if self._linears.choose(head.shape[0], head.shape[1], normed.shape[0]).kind == "torch":
             torch.mm(normed, head.t(), out=out)
