@@ -6,8 +6,9 @@
 W: bytes of the weights that a step reads; P: their number, P_body without the vocabulary head; BW, F: bytes
 and bf16 operations a second; B: rows; context: tokens of all rows together; KV: bytes of one token's keys and
 values; V: vocabulary (logits are written and read once). No launch, host or network time is in it: a floor is
-what nothing can beat, not what somebody reached. Run as a script it measures BW and F of this machine's GPU, or prints
-what a server at given limits would make of a workload (--workload).
+what nothing can beat, not what somebody reached. One exception: the last layer is counted for all tokens of a prompt,
+and an engine may leave out most of it (a 36th of a 4B model's products). Run as a script it measures BW and F of this
+machine's GPU, or prints what a server at given limits would make of a workload (--workload).
 """
 
 import argparse

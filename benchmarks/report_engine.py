@@ -271,9 +271,31 @@ def attention_section(name: str, data: dict[str, Any]) -> list[str]:
     return [f"### {name}", "", f"{data['gpu']}, torch {data['torch']}.", "", *markdown_table(head, rows)]
 
 
+def prompt_section(result: dict[str, Any], figures: Path | None) -> list[str]:
+    """Where the time of a prompt goes."""
+    prompts = result["prompts"]
+    kinds = [kind for kind in CLASSES if any(one["microseconds"][kind] > 50 for one in prompts)]
+    head = ["tokens", "rows beside", "first token", "without pauses", "floor", "ticks", *kinds]
+    rows = [
+        [
+            str(one["tokens"]),
+            str(one["beside"]),
+            f"{1e3 * one['seconds']:.1f}",
+            f"{1e3 * one['seconds_in_a_row']:.1f}",
+            f"{1e3 * one['floor_seconds']:.1f}" if "floor_seconds" in one else "-",
+            " + ".join(str(tick["tokens"]) for tick in one["ticks"]),
+            *(f"{one['microseconds'][kind] / 1e3:.1f}" for kind in kinds),
+        ]
+        for one in prompts
+    ]
+    return ["Milliseconds, in the engine without HTTP; the classes are of one recorded prompt, with the decode ticks "
+            "that it waited for.", "", *markdown_table(head, rows)]  # fmt: skip
+
+
 # kind of result, heading, section, the script that measures it
 SECTIONS: tuple[tuple[str, str, Section, str], ...] = (
     ("step", "One decode step and the card's limits", step_section, "profile_step.py"),
+    ("prompt", "One prompt", prompt_section, "profile_prompt.py"),
     ("idle", "Idle device", idle_section, "idle.py"),
     ("studies", "Scheduling studies", studies_section, "studies.py"),
     ("special-rows", "One unusual row among many", special_section, "special_rows.py"),

@@ -17,7 +17,7 @@ from benchmarks.inprocess import Item, build_engine, play, poisson_items, summar
 from benchmarks.profile_step import against_limits
 from benchmarks.report import report
 
-from benchmarks import idle, profile_step, results, special_rows, studies
+from benchmarks import idle, profile_prompt, profile_step, results, special_rows, studies
 from helios.runtime.build import Built
 
 
@@ -137,6 +137,8 @@ def test_arrivals_are_the_same_for_every_configuration():
 SCRIPTS: tuple[tuple[Any, list[str]], ...] = (
     (profile_step, ["--shapes", "1x64,99x64", "--ladder", "1,2", "--ladder-context", "64", "--steps", "4",
                     "--bandwidth-tb-s", "0.02", "--tflops", "0.1"]),
+    (profile_prompt, ["--prompts", "20", "--beside", "0,1", "--repeats", "1", "--bandwidth-tb-s", "0.02",
+                      "--tflops", "0.1"]),
     (idle, ["--workloads", "batch1", "--scale", "0.1"]),
     (studies, ["--budgets", "64", "--rates", "20", "--seconds", "0.1", "--longest", "60", "--offline-count", "2",
                "--offline-length", "16", "--admission-count", "2", "--sessions", "2", "--offload-bytes", "60000000"]),
