@@ -158,6 +158,11 @@ class Settings(BaseSettings):
     lookahead: bool = _flag(
         True, "Launch a tick before the last one's tokens are read back. Needs cuda_graphs."
     )
+    late_launch: bool = _flag(
+        True,
+        "While requests only decode, launch that tick when most of the last one has passed instead of at once, so "
+        "that requests which arrive meanwhile are in it. Needs lookahead.",
+    )
     dependent_launch: bool = _flag(
         True, "Let a kernel's start overlap the end of the one before (SM90 and newer)."
     )

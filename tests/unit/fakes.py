@@ -25,7 +25,8 @@ class FakeRunner:
     """Implements the engine's ``Runner``. Pages hold token ids; a row must read back exactly its own.
 
     ``break_next`` makes the next forward raise; ``poison`` names jobs whose logits come out as NaN;
-    ``scripts`` holds the output of jobs that must not follow :func:`next_token`.
+    ``scripts`` holds the output of jobs that must not follow :func:`next_token`; ``forward_seconds`` is what a
+    forward says it took.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -36,6 +37,7 @@ class FakeRunner:
         self.poison: set[str] = set()
         self.scripts: dict[str, list[int]] = {}
         self.plans: list[list[tuple[str, int, int]]] = []
+        self.forward_seconds = 0.001
 
     def admit(self, sequence: Sequence) -> None:
         assert sequence.row not in self.rows_in_use
@@ -105,7 +107,7 @@ class FakeRunner:
     def collect(self, pending: object) -> StepResult:
         assert isinstance(pending, FakePending)
         finite = [sequence.job.job_id not in self.poison for sequence in pending.sequences]
-        return StepResult(pending.tokens, finite, [None] * len(finite), 0.001)
+        return StepResult(pending.tokens, finite, [None] * len(finite), self.forward_seconds)
 
 
 class FakeStore:

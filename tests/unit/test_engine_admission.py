@@ -189,3 +189,30 @@ def test_tiny_pool_with_a_shared_prefix_and_long_answers() -> None:
         assert job.num_output_tokens <= 400
         assert bench.ends(job) in ([FinishReason.STOP], [FinishReason.LENGTH])
     assert jobs[-1].num_cached_tokens == PAGE_SIZE
+
+
+def test_the_next_tick_is_due_when_most_of_a_decode_tick_has_passed() -> None:
+    """Never behind prompts, behind a tick of unknown length, or without lookahead."""
+    bench = Bench(lookahead=True)
+    bench.runner.forward_seconds = 0.1
+    job = bench.add("a", prompt(20), max_tokens=20)
+    assert bench.engine.seconds_until_due() == 0
+    bench.tick()  # the prompt is on its way
+    assert bench.engine.seconds_until_due() == 0
+    bench.tick()  # its first decode tick: how long one takes is not known yet
+    assert bench.engine.seconds_until_due() == 0
+    bench.tick(2)
+    due = bench.engine.seconds_until_due()
+    assert 0.05 < due < 0.1
+    bench.now += 0.05
+    assert bench.engine.seconds_until_due() == pytest.approx(due - 0.05)
+    other = bench.add("b", prompt(20, 1), max_tokens=20)
+    bench.tick()
+    assert bench.engine.seconds_until_due() == 0
+    bench.run()
+    assert len(output(job)) == len(output(other)) == 20
+    for options in ({"lookahead": True, "late_launch": False}, {"lookahead": False}):
+        bench = Bench(**options)
+        bench.add("a", prompt(20), max_tokens=20)
+        bench.tick(5)
+        assert bench.engine.seconds_until_due() == 0

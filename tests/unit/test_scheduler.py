@@ -419,3 +419,37 @@ def test_stop_ends_the_thread_and_what_is_left(start: Start) -> None:
     with pytest.raises(EngineDeadError):
         service.scheduler.call(lambda: None)
     service.scheduler.stop()  # again: harmless
+
+
+def test_what_arrives_before_the_next_tick_is_due_is_in_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch a worker that takes the queue in before it waits, and one that an arrival does not wake."""
+    service = start()
+    busy, asked = threading.Event(), threading.Event()
+    busy.set()
+
+    def seconds_until_due() -> float:
+        asked.set()
+        return PATIENCE if busy.is_set() else 0.0
+
+    monkeypatch.setattr(service.engine, "seconds_until_due", seconds_until_due)
+    first = service.submit()
+    assert asked.wait(PATIENCE)
+    assert not service.runner.plans
+    busy.clear()
+    second = service.submit()
+    service.wait(first, second)
+    assert {name for name, _, _ in service.runner.plans[0]} == {first.job_id, second.job_id}
+
+
+def test_calls_and_the_end_do_not_wait_for_a_tick_that_is_not_due(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = start()
+    monkeypatch.setattr(service.engine, "seconds_until_due", lambda: PATIENCE)
+    job = service.submit()
+    assert service.scheduler.call(lambda: 7) == 7
+    service.scheduler.stop()
+    assert not service.scheduler.is_alive()
+    assert service.ends(job)

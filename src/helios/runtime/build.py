@@ -282,6 +282,7 @@ class _Builder:
             prefix_cache=settings.prefix_cache,
             prefix_cache_ttl=settings.prefix_cache_ttl_seconds,
             lookahead=settings.lookahead and self.uses_graphs,
+            late_launch=settings.late_launch,
             end_thinking_ids=tuple(self.tokenizer.encode("\n</think>\n\n", add_special_tokens=False).ids),
             on_demand=settings.admission == "on_demand",
             by_priority=settings.scheduling_policy == "priority",

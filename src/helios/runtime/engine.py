@@ -40,6 +40,12 @@ from helios.runtime.token_intake import TokenIntake
 
 log = logging.getLogger("helios.engine")
 
+# Behind a tick that only decodes, the next is launched when this share of it has passed, less what planning and
+# launching may take: until then what arrives can still be in it.
+LATEST_LAUNCH = 0.9
+LAUNCH_SECONDS = 5e-4
+LAUNCH_SECONDS_A_ROW = 2e-5
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -55,6 +61,7 @@ class EngineConfig:
     prefix_cache_ttl: float = 300.0
     # Launch a tick before the one before it is committed.
     lookahead: bool = False
+    late_launch: bool = True  # with lookahead: not before it has to be, where the tick before only decodes
     # Written by the engine when a thinking budget is used up: a newline, </think>, an empty line.
     end_thinking_ids: tuple[int, ...] = ()
     # Pages for the tokens there are, and preemption; otherwise pages for the longest answer at admission.
@@ -88,6 +95,8 @@ class _Tick:
     prompt_tokens: int
     million_pairs: float
     launched: float
+    expected: float  # seconds on the device, rather too few; 0: not known, or with prompts
+    began: float  # on the device, as far as the host can tell
 
 
 class Engine:
@@ -126,6 +135,7 @@ class Engine:
         self._clock = clock
         self._free_rows = list(range(config.max_batch_size - 1, -1, -1))
         self._in_flight: _Tick | None = None
+        self._last_decode = (0, 0.0)  # rows and seconds of the last tick without prompts
         self._jobs: dict[Job, None] = {}  # admitted and not finished, in admission order
         self._unforked: list[Sequence] = []  # further choices that wait for their prompt to be computed
         self._blocked_job: Job | None = None  # whose wait for memory has been logged
@@ -164,6 +174,18 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting or self._in_flight or self.kv.any_loading)
 
+    def seconds_until_due(self) -> float:
+        """How long the next :meth:`step` may wait without leaving the device idle. Its tick would stand behind
+        the one on the device all the same, but without the jobs that arrive meanwhile.
+
+        Not behind prompts: whoever came then would only take the longest one's place in the next chunk.
+        """
+        tick = self._in_flight
+        if tick is None or not tick.expected or not self.config.late_launch:
+            return 0.0
+        launch = LAUNCH_SECONDS + LAUNCH_SECONDS_A_ROW * len(tick.rows)
+        return tick.began + LATEST_LAUNCH * tick.expected - launch - self._clock()
+
     # -- one tick ---------------------------------------------------------------------------------
 
     def step(self) -> list[TokenEvent]:
@@ -182,6 +204,8 @@ class Engine:
         if last is not None:
             self._commit(last, events)
         if tick is not None:
+            if last is not None:
+                tick.began = self._clock()
             if not tick.sampled:
                 self._guarded(tick.rows, lambda: self._runner.sample(tick.pending), events)
             if self.config.lookahead:
@@ -229,9 +253,12 @@ class Engine:
                 million_pairs += pairs(row.start, row.count)
         for index in samplers:
             rows[index].sequence.num_pending_tokens += 1
+        known_rows, seconds = self._last_decode
+        expected = seconds if not prompt_tokens and known_rows <= decode_rows else 0.0
         return _Tick(
-            rows, samplers, started[0], not host_first, decode_rows, prompt_tokens, million_pairs, launched
-        )
+            rows, samplers, started[0], not host_first, decode_rows, prompt_tokens, million_pairs, launched,
+            expected, launched,
+        )  # fmt: skip
 
     @staticmethod
     def _in_flight_tokens(rows: list[RowPlan]) -> bool:
@@ -257,6 +284,8 @@ class Engine:
         result, rows = results[0], tick.rows
         now = self._clock()
         self.cost.observe(tick.decode_rows, tick.prompt_tokens, tick.million_pairs, result.forward_seconds)
+        if not tick.prompt_tokens:
+            self._last_decode = (tick.decode_rows, result.forward_seconds)
         prompt_tokens = self._take_rows(tick, result, now, events)
         sampled = 0
         for position, index in enumerate(tick.samplers):

@@ -44,7 +44,7 @@ from helios.runtime.sampler import SampledTokens, SamplingTensors, has_filter
 # H200, for the shapes of a 4B model.
 MIXED_TOKENS = (
     64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280,
-    1536, 1792, 2048, 2240, 2496, 2816, 3072, 3456, 4096,
+    1536, 1792, 2048, 2176, 2304, 2496, 2816, 3072, 3328, 3584, 3840, 4096,
 )  # fmt: skip
 
 

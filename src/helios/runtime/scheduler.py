@@ -213,6 +213,7 @@ class Scheduler:
             if idle and not self._inbox and not self._calls and not self._stopping:
                 self._condition.wait(IDLE_TURN_SECONDS)
             self._beat = time.monotonic()
+            self._wait_until_due()
             if idle and self._inbox and self._batch_wait:
                 self._wait_for_company()
             engine.waiting.extend(self._inbox)
@@ -230,6 +231,11 @@ class Scheduler:
             self._calls.clear()
         for call in calls:
             call()
+
+    def _wait_until_due(self) -> None:
+        """Leave the next tick open for arrivals while the device has enough to do."""
+        while not (self._calls or self._stopping) and (left := self._engine.seconds_until_due()) > 0:
+            self._condition.wait(left)
 
     def _wait_for_company(self) -> None:
         """The admission window: jobs that arrive within it start in the same tick."""
