@@ -1,10 +1,14 @@
-"""Picks the kernel of a few-row linear by measurement: cuBLAS or a variant of :mod:`helios.kernels.linear`."""
+"""Picks the kernel of a few-row linear by measurement: cuBLAS or a variant of :mod:`helios.kernels.linear`.
+
+Each alone first, then together: a kernel of ours that starts while its predecessor ends gains nothing by it when it
+follows itself, and one of cuBLAS's between two of ours takes it from both.
+"""
 
 from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +31,8 @@ from helios.kernels.measure import relative_error, time_in_graph
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 ENOUGH_BYTES = 200 << 20  # of weights read in turn, so that none is found in the second-level cache
+FASTEST = 4  # variants of a linear that are tried among the others
+CHAIN_MARGIN = 0.004  # what a whole step must win by
 
 
 def candidates(rows: int, sm90: bool = False) -> list[Variant]:
@@ -63,6 +69,11 @@ class Measurement:
     rows: int
     seconds: dict[Variant, float] = field(default_factory=dict[Variant, float])
     choice: Variant = TORCH
+
+    @property
+    def ranking(self) -> list[Variant]:
+        """The variants, the fastest first."""
+        return sorted(self.seconds, key=lambda variant: self.seconds[variant])
 
     def __str__(self) -> str:
         best, torch_time = self.seconds[self.choice], self.seconds[TORCH]
@@ -137,6 +148,44 @@ class LinearTable:
                 enough = -(-ENOUGH_BYTES // layers[0].nbytes)
                 self._measure(name, layers[:enough], count, tried, deadline)
 
+    def refine(
+        self, names: Collection[str], chains: Mapping[int, Callable[[], object]], *, budget_s: float = 2.0
+    ) -> None:
+        """Choose again among what was measured, by the time of whole steps.
+
+        ``chains`` (rows -> some layers of a step of so many rows) hold the linears ``names``. Tried are the choices
+        there are, each linear's fastest variant of ours instead, and from the better of the two on, one linear
+        after the other, its fastest variants.
+        """
+        deadline = time.monotonic() + budget_s
+        for rows, chain in chains.items():
+            found = [one for one in self.measurements.values() if one.rows == rows and one.name in names]
+            found = [one for one in found if len(one.seconds) > 1]
+            if found and time.monotonic() < deadline:
+                self._refine(found, lambda chain=chain: time_in_graph(chain, self.device, 5), deadline)
+
+    def _refine(self, found: list[Measurement], measure: Callable[[], float], deadline: float) -> None:
+        alone = [one.choice for one in found]
+        best = measure()
+        for one in found:
+            one.choice = next(variant for variant in one.ranking if variant != TORCH)
+        ours = measure()
+        if ours < best * (1 - CHAIN_MARGIN):
+            best = ours
+        else:
+            for one, choice in zip(found, alone, strict=True):
+                one.choice = choice
+        for one in found:
+            for variant in one.ranking[:FASTEST]:
+                if variant == one.choice or time.monotonic() > deadline:
+                    continue
+                before, one.choice = one.choice, variant
+                seconds = measure()
+                if seconds < best * (1 - CHAIN_MARGIN):
+                    best = seconds
+                else:
+                    one.choice = before
+
     def _compile(self, jobs: Sequence[tuple[torch.Tensor, int, Variant]]) -> set[Variant]:
         """Compile what these (weight, rows, variant) need; returns the variants that this card cannot run."""
         # One shape stands for all: sizes are no part of a kernel. A gemv is another one for each row count.
@@ -180,8 +229,10 @@ class LinearTable:
         for variant in variants:
             if not variant.fits(rows, n, k) or time.monotonic() > deadline:
                 continue
+            if not self._agrees(x, layers[0], variant, expected):
+                continue
             seconds = result.seconds[variant] = self._time(x, layers, variant)
-            if seconds < best and self._agrees(x, layers[0], variant, expected):
+            if seconds < best:
                 best, result.choice = seconds, variant
         self.measurements[n, k, rows] = result
 

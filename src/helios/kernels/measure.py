@@ -14,7 +14,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((got.float() - wide).square().sum() / wide.square().sum()).sqrt())
 
 
-def time_in_graph(step: Callable[[], None], device: torch.device, replays: int = 3) -> float:
+def time_in_graph(step: Callable[[], object], device: torch.device, replays: int = 3) -> float:
     """Seconds one replay of ``step`` takes as a CUDA graph: the fastest of ``replays``."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()

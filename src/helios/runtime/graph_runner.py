@@ -116,13 +116,27 @@ class GraphRunner(ModelRunner):
             device, self.max_rows, columns, config.num_kv_heads, group, config.head_dim
         )
         self._make_buffers()
-        self._fused.tune(ROW_BUCKETS, tune_seconds)
+        self._choose_linears(tune_seconds)
         self._prefill = choose_prefill(
             prefill_attention, device, self.cache.data.dtype,
             heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
             budget_s=min(tune_seconds, BUDGET_S),
         )  # fmt: skip
         self._capture_all(report)
+
+    @torch.inference_mode()
+    def _choose_linears(self, seconds: float) -> None:
+        """By measurement: each alone, and then in some layers of decode steps, over rows of one page."""
+        self._fused.tune(ROW_BUCKETS, seconds)
+        positions, slots, kv_lengths = self._token_inputs
+        kv_lengths.fill_(PAGE_SIZE)
+        steps: dict[int, tuple[TokenInputs, Attend]] = {}
+        for bucket in ROW_BUCKETS:
+            size = min(bucket, self.max_rows)
+            inputs = TokenInputs(self._input_ids[:size], positions[:size], slots[:size])
+            steps[bucket] = (inputs, self._attend(self._table[:size], kv_lengths[:size]))
+        self._fused.refine(steps, seconds)
+        kv_lengths.zero_()
 
     def _make_buffers(self) -> None:
         """Everything that graphs read from or write to at fixed addresses."""

@@ -10,20 +10,22 @@ but for the projection.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from helios.kernels.activation import silu_mul
-from helios.kernels.linear_table import LinearTable
+from helios.kernels.linear_table import ENOUGH_BYTES, LinearTable
 from helios.kernels.norm import add_rms_norm
 from helios.kernels.qkv import qk_norm_rope_write
 from helios.runtime.qwen3.kv_cache import KVCache
 from helios.runtime.qwen3.layers import DecoderLayer
 from helios.runtime.qwen3.model import Qwen3
 
+LEAST_LAYERS = 4  # of a chain that is timed
 # (q [T, heads, head_dim], k_pages, v_pages) -> like q
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -81,12 +83,15 @@ class FusedForward:
         self._linears = linears
         self._layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
 
-    def stream(self, inputs: TokenInputs, attend: Attend, wanted: Wanted | None = None) -> Stream:
-        """The residual stream after the last layer: ``[T, hidden]``, or ``[R, hidden]`` of the tokens wanted."""
+    def stream(
+        self, inputs: TokenInputs, attend: Attend, wanted: Wanted | None = None, *, layers: int | None = None
+    ) -> Stream:
+        """The residual stream after the last layer: ``[T, hidden]``, or ``[R, hidden]`` of the tokens wanted.
+        ``layers``: after that many, for measurements."""
         model, linear = self.model, self._linears
         eps = model.config.rms_norm_eps
         stream = Stream(F.embedding(inputs.input_ids, model.embed_tokens))
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self._layers[:layers]):
             attention, mlp = layer.attention, layer.mlp
             k_pages, v_pages = self._cache.layer(index)
             qkv = linear(
@@ -146,3 +151,19 @@ class FusedForward:
             "head": [self._head],
         }
         self._linears.tune(weights, rows=rows, budget_s=budget_seconds)
+
+    def refine(self, steps: Mapping[int, tuple[TokenInputs, Attend]], budget_seconds: float) -> None:
+        """Choose them again by the time of some layers. ``steps``: rows -> inputs of a decode step of so many."""
+        first = self._layers[0]
+        of_layer = sum(
+            linear.weight.nbytes
+            for linear in (
+                first.attention.qkv_proj, first.attention.o_proj, first.mlp.gate_up_proj, first.mlp.down_proj
+            )
+        )  # fmt: skip
+        layers = min(max(LEAST_LAYERS, -(-ENOUGH_BYTES // of_layer)), len(self._layers))
+        chains = {
+            rows: partial(self.stream, inputs, attend, layers=layers)
+            for rows, (inputs, attend) in steps.items()
+        }
+        self._linears.refine(("qkv", "o", "gate_up", "down"), chains, budget_s=budget_seconds)
