@@ -171,30 +171,35 @@ def test_candidates_fit_their_rows() -> None:
 
 
 def test_linears_are_chosen_by_the_time_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each alone torch wins; among kernels of its kind ours does, but for one that stays slow. Would catch a choice
-    that is left at the last one tried, one that never leaves where it began, and a row count that others' steps
-    decide."""
+    """Two kinds that gain beside their own kind, one more than the other, and a linear where each has a better
+    variant. Would catch a choice that is left at the last one tried, one that never leaves where it began, and a
+    row count that others' steps decide."""
     table = LinearTable(DEVICE)
-    ours, slow = split(32, 64, 1, 4, 3), split(32, 64, 2, 4, 3)
-    for rows in (8, 16):
+    first, better, other = split(32, 64, 1, 4, 3), split(32, 64, 2, 4, 3), gemv(4, 2)
+    for rows in (2, 16):
         for place, name in enumerate(("qkv", "o", "down")):
-            seconds = {TORCH: 10.0, slow: 12.0, ours: 10.5 if place else 16.0}
+            seconds = {TORCH: 10.0, first: 10.5, better: 10.6, other: 10.2}
             table.measurements[40 + place, 256, rows] = Measurement(name, 40 + place, 256, rows, seconds)
-    head = Measurement("head", 99, 256, 8, {TORCH: 10.0, ours: 11.0})
-    table.measurements[99, 256, 8] = head
+    head = Measurement("head", 99, 256, 2, {TORCH: 10.0, other: 11.0})
+    table.measurements[99, 256, 2] = head
 
     def time_of_step(step: Callable[[], int], device: torch.device, replays: int) -> float:
         found = [one for one in table.measurements.values() if one.rows == step() and one is not head]
-        alone = sum(one.seconds[one.choice] for one in found)
-        together = sum(a.choice != TORCH and b.choice != TORCH for a, b in pairwise(found))
-        return alone - 2.0 * together if step() == 8 else alone
+        seconds = sum(one.seconds[one.choice] for one in found)
+        if step() == 2:
+            for one, following in pairwise(found):
+                if one.choice.kind == following.choice.kind:
+                    seconds -= {"split": 2.0, "gemv": 0.5}.get(one.choice.kind, 0.0)
+            seconds -= found[1].choice == better
+        return seconds
 
     monkeypatch.setattr(linear_table, "time_in_graph", time_of_step)
-    table.refine(("qkv", "o", "down"), {8: lambda: 8, 16: lambda: 16})
+    table.refine(("qkv", "o", "down"), {2: lambda: 2, 16: lambda: 16})
     chosen = {(one.name, one.rows): one.choice for one in table.measurements.values()}
     assert chosen == {
-        ("qkv", 8): slow, ("o", 8): ours, ("down", 8): ours, ("head", 8): TORCH,
+        ("qkv", 2): first, ("o", 2): better, ("down", 2): first, ("head", 2): TORCH,
         ("qkv", 16): TORCH, ("o", 16): TORCH, ("down", 16): TORCH,
     }  # fmt: skip
-    table.refine(("qkv",), {8: lambda: 8}, budget_s=0.0)
-    assert table.measurements[40, 256, 8].choice == slow
+    table.measurements[41, 256, 2].choice = first
+    table.refine(("o",), {2: lambda: 2}, budget_s=0.0)
+    assert table.measurements[41, 256, 2].choice == first

@@ -7,6 +7,7 @@ follows itself, and one of cuBLAS's between two of ours takes it from both.
 from __future__ import annotations
 
 import importlib
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -154,8 +155,8 @@ class LinearTable:
         """Choose again among what was measured, by the time of whole steps.
 
         ``chains`` (rows -> some layers of a step of so many rows) hold the linears ``names``. Tried are the choices
-        there are, each linear's fastest variant of ours instead, and from the better of the two on, one linear
-        after the other, its fastest variants.
+        there are; for each kind of kernel, that kind in all linears, since one of another kind between them may
+        hide what it gains; and from the best of these on, one linear after the other, its fastest variants.
         """
         deadline = time.monotonic() + budget_s
         for rows, chain in chains.items():
@@ -166,15 +167,21 @@ class LinearTable:
 
     def _refine(self, found: list[Measurement], measure: Callable[[], float], deadline: float) -> None:
         alone = [one.choice for one in found]
-        best = measure()
-        for one in found:
-            one.choice = next(variant for variant in one.ranking if variant != TORCH)
-        ours = measure()
-        if ours < best * (1 - CHAIN_MARGIN):
-            best = ours
-        else:
-            for one, choice in zip(found, alone, strict=True):
-                one.choice = choice
+        starts = [alone]
+        for kind in sorted({variant.kind for one in found for variant in one.seconds} - {TORCH.kind}):
+            fastest = [next((v for v in one.ranking if v.kind == kind), one.choice) for one in found]
+            starts.append(fastest)
+        best = math.inf
+        for start in starts:
+            choices = [one.choice for one in found]
+            for one, variant in zip(found, start, strict=True):
+                one.choice = variant
+            seconds = measure()
+            if seconds < best * (1 - CHAIN_MARGIN):
+                best = seconds
+            else:
+                for one, variant in zip(found, choices, strict=True):
+                    one.choice = variant
         for one in found:
             for variant in one.ranking[:FASTEST]:
                 if variant == one.choice or time.monotonic() > deadline:
