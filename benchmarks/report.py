@@ -19,6 +19,7 @@ from benchmarks.metrics import lookup
 from benchmarks.report_engine import SECTIONS, attention_files, attention_section, image, markdown_table
 
 TARGETS = results.ROOT / "targets.toml"
+TARGETS_BASELINE = "vllm"  # whom targets with over_baseline mean
 NOTES = results.ROOT / "notes.md"
 
 
@@ -71,6 +72,8 @@ def targets_of(result: dict[str, Any], targets: list[dict[str, Any]]) -> list[li
             if target.get("model", "") not in result["label"]:
                 continue
             relative = target.get("over_baseline", False)
+            if relative and baseline != TARGETS_BASELINE:
+                continue
             most = "at_most" in target
             limit = target["at_most"] if most else target["at_least"]
             title, scale = titles.get(path, (path, 1.0))
