@@ -174,7 +174,12 @@ class Settings(BaseSettings):
         "What computes prompt attention: the fastest on this card (auto), or one by name; fa3 needs the package "
         "of 'uv sync --extra fa3'. Needs cuda_graphs.",
     )
-    tune_seconds: float = _flag(3.0, "Most seconds spent at start on choosing kernels by measurement.", ge=0)
+    tune_seconds: float = _flag(
+        3.0,
+        "Most seconds that each choice of kernels by measurement takes at start: linears alone, linears in a step, "
+        "prompt attention.",
+        ge=0,
+    )
 
     # Sampling defaults
     generation_config: Literal["helios", "model"] = _flag(
