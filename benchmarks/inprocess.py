@@ -292,6 +292,16 @@ def decoding_jobs(
     return jobs
 
 
+def first_token_seconds(engine: Engine, tokens: int, below: int) -> float:
+    """From a prompt of fresh tokens to its first token."""
+    job = Job("prompt", random_ids(random.Random(time.time_ns()), tokens, below), SAMPLING, max_tokens=1)
+    began = time.perf_counter()
+    engine.waiting.append(job)
+    while not job.is_finished:
+        engine.step()
+    return time.perf_counter() - began
+
+
 def cancel(engine: Engine, jobs: Sequence[Job]) -> None:
     """End ``jobs`` and run the engine empty."""
     for job in jobs:

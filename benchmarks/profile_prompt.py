@@ -10,7 +10,6 @@ that is at its power limit takes longer for the same products. Then one is recor
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
 import time
@@ -20,23 +19,22 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.device_trace import exclusive, recording, top_kernels
+from benchmarks.device_trace import recording
 from benchmarks.floor import ModelShape, add_card_arguments, card_from_arguments, prefill_seconds
 from benchmarks.inprocess import (
-    SAMPLING,
     add_engine_arguments,
     build_engine,
     cancel,
     decoding_jobs,
-    random_ids,
+    first_token_seconds,
     variant,
     vocabulary,
     write_result,
 )
+from benchmarks.profile_step import breakdown
 from helios.runtime.build import Built
 from helios.runtime.engine import Engine
 from helios.runtime.interfaces import TickRecord
-from helios.runtime.request import Job
 
 DECODE_CONTEXT = 512  # tokens of the rows beside the prompt
 PAUSE_STEPS = 60  # decode steps before a prompt; a pause of 0.3 s where nothing decodes
@@ -44,13 +42,8 @@ PAUSE_STEPS = 60  # decode steps before a prompt; a pause of 0.3 s where nothing
 
 def first_token(engine: Engine, tokens: int, below: int) -> tuple[float, list[TickRecord]]:
     """Seconds from a prompt of fresh tokens to its first token, and its ticks."""
-    job = Job("prompt", random_ids(random.Random(time.time_ns()), tokens, below), SAMPLING, max_tokens=1)
     engine.tick_log.clear()
-    began = time.perf_counter()
-    engine.waiting.append(job)
-    while not job.is_finished:
-        engine.step()
-    seconds = time.perf_counter() - began
+    seconds = first_token_seconds(engine, tokens, below)
     return seconds, [tick for tick in engine.tick_log if tick.prefill_tokens]
 
 
@@ -78,8 +71,7 @@ def take_apart(built: Built, tokens: int, beside: int, repeats: int) -> dict[str
     with recording() as trace:
         recorded, _ = first_token(engine, tokens, below)
     cancel(engine, rows)
-    start, end = trace.kernels[0].start, max(kernel.end for kernel in trace.kernels)
-    shares = exclusive(trace.kernels, start, end)
+    taken_apart = breakdown(trace, 1)
     return {
         "tokens": tokens,
         "beside": beside,
@@ -87,8 +79,8 @@ def take_apart(built: Built, tokens: int, beside: int, repeats: int) -> dict[str
         "seconds_in_a_row": statistics.median(in_a_row),
         "recorded_seconds": recorded,
         "ticks": [{"tokens": tick.prefill_tokens, "seconds": tick.finished - tick.started} for tick in ticks],
-        "microseconds": {name: nanoseconds / 1e3 for name, nanoseconds in shares.items()},
-        "top_kernels": top_kernels(trace.kernels, 16),
+        "microseconds": taken_apart["microseconds"],
+        "top_kernels": taken_apart["top_kernels"],
     }
 
 

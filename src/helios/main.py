@@ -126,9 +126,8 @@ class _Server(uvicorn.Server):
                 state.stage = "ready"
 
             _settle()
+            loop.call_soon_threadsafe(ready)
             banner.ready(self._url, assembled.frontend.model.name)
-        # Last: from now on this thread would take turns with the first request's.
-        loop.call_soon_threadsafe(ready)
 
     async def _drain(self) -> None:
         frontend = self._state.frontend

@@ -28,6 +28,7 @@ from helios.runtime.engine import Engine, EngineConfig
 from helios.runtime.graph_runner import GraphRunner
 from helios.runtime.prefill_backend import CLASSES, PrefillBackend, triton_candidate
 from helios.runtime.qwen3.config import ModelConfig
+from helios.runtime.qwen3.fused import TokenInputs
 from helios.runtime.qwen3.kv_cache import KVCache
 from helios.runtime.qwen3.model import Qwen3
 from helios.runtime.qwen3.weights import build_empty, load_weights
@@ -188,3 +189,22 @@ def test_a_tick_that_no_graph_holds_is_computed_without(engines: tuple[Engine, E
     asked = SamplingParams(temperature=0, prompt_logprobs=1)
     prompts = prompts_of(40, 12)
     assert run(graphs, prompts, asked, [4, 4]) == run(plain, prompts, asked, [4, 4])
+
+
+def test_linears_are_timed_in_steps_that_use_them(
+    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a step decide which bucket's choice it runs: would catch a bucket judged by a step that never asks it,
+    as those above the batch size would be."""
+    runner = runner_of(engines[0])
+    asked: dict[int, int] = {}
+
+    def refine(steps: dict[int, tuple[TokenInputs, object]], seconds: float) -> None:
+        asked.update({bucket: len(inputs.input_ids) for bucket, (inputs, _) in steps.items()})
+
+    monkeypatch.setattr(runner._fused, "refine", refine)
+    for rows, expected in ((4, {1: 1, 2: 2, 4: 4}), (3, {1: 1, 2: 2, 4: 3}), (1, {1: 1})):
+        monkeypatch.setattr(runner, "max_rows", rows)
+        asked.clear()
+        runner._choose_linears(1.0)
+        assert asked == expected

@@ -7,7 +7,6 @@ follows itself, and one of cuBLAS's between two of ours takes it from both.
 from __future__ import annotations
 
 import importlib
-import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +75,10 @@ class Measurement:
         """The variants, the fastest first."""
         return sorted(self.seconds, key=lambda variant: self.seconds[variant])
 
+    def fastest(self, kind: str) -> Variant:
+        """The fastest variant of a kind, or the one chosen where there is none."""
+        return next((variant for variant in self.ranking if variant.kind == kind), self.choice)
+
     def __str__(self) -> str:
         best, torch_time = self.seconds[self.choice], self.seconds[TORCH]
         rate = self.n * self.k * 2 / best / 1e12
@@ -83,6 +86,11 @@ class Measurement:
             f"{self.name:<12} {self.k:>6} -> {self.n:<7} rows {self.rows:<3} torch {torch_time * 1e6:7.1f} us   "
             f"{self.choice!s:<26} {best * 1e6:7.1f} us  {rate:5.2f} TB/s  x{torch_time / best:.2f}"
         )
+
+
+def _choose(choices: Sequence[tuple[Measurement, Variant]]) -> None:
+    for one, variant in choices:
+        one.choice = variant
 
 
 class LinearTable:
@@ -166,32 +174,26 @@ class LinearTable:
                 self._refine(found, lambda chain=chain: time_in_graph(chain, self.device, 5), deadline)
 
     def _refine(self, found: list[Measurement], measure: Callable[[], float], deadline: float) -> None:
-        alone = [one.choice for one in found]
-        starts = [alone]
-        for kind in sorted({variant.kind for one in found for variant in one.seconds} - {TORCH.kind}):
-            fastest = [next((v for v in one.ranking if v.kind == kind), one.choice) for one in found]
-            starts.append(fastest)
-        best = math.inf
-        for start in starts:
-            choices = [one.choice for one in found]
-            for one, variant in zip(found, start, strict=True):
-                one.choice = variant
+        best = measure()
+
+        def attempt(choices: Sequence[tuple[Measurement, Variant]]) -> None:
+            """Make ``choices``, and keep them if that is faster."""
+            nonlocal best
+            before = [(one, one.choice) for one, _ in choices]
+            _choose(choices)
             seconds = measure()
             if seconds < best * (1 - CHAIN_MARGIN):
                 best = seconds
             else:
-                for one, variant in zip(found, choices, strict=True):
-                    one.choice = variant
+                _choose(before)
+
+        kinds = sorted({variant.kind for one in found for variant in one.seconds} - {TORCH.kind})
+        for choices in [[(one, one.fastest(kind)) for one in found] for kind in kinds]:
+            attempt(choices)
         for one in found:
             for variant in one.ranking[:FASTEST]:
-                if variant == one.choice or time.monotonic() > deadline:
-                    continue
-                before, one.choice = one.choice, variant
-                seconds = measure()
-                if seconds < best * (1 - CHAIN_MARGIN):
-                    best = seconds
-                else:
-                    one.choice = before
+                if variant != one.choice and time.monotonic() < deadline:
+                    attempt([(one, variant)])
 
     def _compile(self, jobs: Sequence[tuple[torch.Tensor, int, Variant]]) -> set[Variant]:
         """Compile what these (weight, rows, variant) need; returns the variants that this card cannot run."""

@@ -95,7 +95,6 @@ class _Tick:
     prompt_tokens: int
     million_pairs: float
     launched: float
-    expected: float  # seconds on the device, rather too few; 0: not known, or with prompts
     began: float  # on the device, as far as the host can tell
 
 
@@ -181,10 +180,13 @@ class Engine:
         Not behind prompts: whoever came then would only take the longest one's place in the next chunk.
         """
         tick = self._in_flight
-        if tick is None or not tick.expected or not self.config.late_launch:
+        if tick is None or tick.prompt_tokens or not self.config.late_launch:
             return 0.0
-        launch = LAUNCH_SECONDS + LAUNCH_SECONDS_A_ROW * len(tick.rows)
-        return tick.began + LATEST_LAUNCH * tick.expected - launch - self._clock()
+        rows, seconds = self._last_decode
+        if not seconds or rows > tick.decode_rows:  # of more rows: this one may take less
+            return 0.0
+        launch = LAUNCH_SECONDS + LAUNCH_SECONDS_A_ROW * tick.decode_rows
+        return tick.began + LATEST_LAUNCH * seconds - launch - self._clock()
 
     # -- one tick ---------------------------------------------------------------------------------
 
@@ -253,11 +255,8 @@ class Engine:
                 million_pairs += pairs(row.start, row.count)
         for index in samplers:
             rows[index].sequence.num_pending_tokens += 1
-        known_rows, seconds = self._last_decode
-        expected = seconds if not prompt_tokens and known_rows <= decode_rows else 0.0
         return _Tick(
-            rows, samplers, started[0], not host_first, decode_rows, prompt_tokens, million_pairs, launched,
-            expected, launched,
+            rows, samplers, started[0], not host_first, decode_rows, prompt_tokens, million_pairs, launched, launched
         )  # fmt: skip
 
     @staticmethod

@@ -40,8 +40,8 @@ from helios.runtime.runner import ForwardClock, ModelRunner, Pending, spread_log
 from helios.runtime.sampler import SampledTokens, SamplingTensors, has_filter
 
 # Tokens of mixed graphs. The time of a matrix product grows in steps, by rounds of tiles over the multiprocessors;
-# a size just above a step can take longer than the next larger one that fills its round. These fill theirs on an
-# H200, for the shapes of a 4B model.
+# a size just above a step can take longer than the next larger one that fills its round. Those up to 2,048 fill
+# theirs on an H200, for the shapes of a 4B model; further up steps are small and padding is what costs.
 MIXED_TOKENS = (
     64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280,
     1536, 1792, 2048, 2176, 2304, 2496, 2816, 3072, 3328, 3584, 3840, 4096,
@@ -128,15 +128,20 @@ class GraphRunner(ModelRunner):
     def _choose_linears(self, seconds: float) -> None:
         """By measurement: each alone, and then in some layers of decode steps, over rows of one page."""
         self._fused.tune(ROW_BUCKETS, seconds)
-        positions, slots, kv_lengths = self._token_inputs
-        kv_lengths.fill_(PAGE_SIZE)
-        steps: dict[int, tuple[TokenInputs, Attend]] = {}
-        for bucket in ROW_BUCKETS:
-            size = min(bucket, self.max_rows)
-            inputs = TokenInputs(self._input_ids[:size], positions[:size], slots[:size])
-            steps[bucket] = (inputs, self._attend(self._table[:size], kv_lengths[:size]))
+        # Of larger buckets no decode step tells: only mixed ticks have so many rows.
+        last = bisect_left(ROW_BUCKETS, self.max_rows)
+        kv_lengths = self._token_inputs[2].fill_(PAGE_SIZE)
+        steps = {
+            bucket: self._decode_inputs(min(bucket, self.max_rows)) for bucket in ROW_BUCKETS[: last + 1]
+        }
         self._fused.refine(steps, seconds)
         kv_lengths.zero_()
+
+    def _decode_inputs(self, size: int) -> tuple[TokenInputs, Attend]:
+        """What a decode step of ``size`` rows reads, at its fixed addresses."""
+        positions, slots, kv_lengths = self._token_inputs[:, :size]
+        inputs = TokenInputs(self._input_ids[:size], positions, slots)
+        return inputs, self._attend(self._table[:size], kv_lengths)
 
     def _make_buffers(self) -> None:
         """Everything that graphs read from or write to at fixed addresses."""
@@ -402,17 +407,14 @@ class GraphRunner(ModelRunner):
         return graph
 
     def _capture_decode(self, size: int) -> None:
-        ids, inputs = self._input_ids[:size], self._token_inputs[:, :size]
-        table = self._table[:size]
-        kv_lengths = inputs[2]
-        attend = self._attend(table, kv_lengths)
+        inputs, attend = self._decode_inputs(size)
 
         def step() -> None:
             begin_step(
-                self._sampling[0, :size], self._positions[:size], table, self._last_tokens, ids,
-                inputs[0], inputs[1], kv_lengths, PAGE_SIZE,
+                self._sampling[0, :size], self._positions[:size], self._table[:size], self._last_tokens,
+                inputs.input_ids, inputs.positions, inputs.slots, self._token_inputs[2, :size], PAGE_SIZE,
             )  # fmt: skip
-            stream = self._fused.stream(TokenInputs(ids, inputs[0], inputs[1]), attend)
+            stream = self._fused.stream(inputs, attend)
             self._fused.logits_into(self._logits[:size], stream)
 
         self._decode_graphs[size] = self._capture(step)

@@ -140,30 +140,29 @@ class FusedForward:
         model = self.model
         return model.embed_tokens if model.config.tie_word_embeddings else model.lm_head
 
-    def tune(self, rows: Sequence[int], budget_seconds: float) -> None:
-        """Choose the linears for few rows by measurement."""
+    def _weights(self) -> dict[str, list[torch.Tensor]]:
+        """Of the linears that every layer has, by name."""
         layers = self._layers
-        weights: dict[str, list[torch.Tensor]] = {
+        return {
             "qkv": [layer.attention.qkv_proj.weight for layer in layers],
             "o": [layer.attention.o_proj.weight for layer in layers],
             "gate_up": [layer.mlp.gate_up_proj.weight for layer in layers],
             "down": [layer.mlp.down_proj.weight for layer in layers],
-            "head": [self._head],
         }
+
+    def tune(self, rows: Sequence[int], budget_seconds: float) -> None:
+        """Choose the linears for few rows by measurement."""
+        weights = self._weights() | {"head": [self._head]}
         self._linears.tune(weights, rows=rows, budget_s=budget_seconds)
 
     def refine(self, steps: Mapping[int, tuple[TokenInputs, Attend]], budget_seconds: float) -> None:
-        """Choose them again by the time of some layers. ``steps``: rows -> inputs of a decode step of so many."""
-        first = self._layers[0]
-        of_layer = sum(
-            linear.weight.nbytes
-            for linear in (
-                first.attention.qkv_proj, first.attention.o_proj, first.mlp.gate_up_proj, first.mlp.down_proj
-            )
-        )  # fmt: skip
-        layers = min(max(LEAST_LAYERS, -(-ENOUGH_BYTES // of_layer)), len(self._layers))
+        """Choose those of the layers again by the time of some layers. ``steps``: rows -> inputs of a decode step
+        of so many."""
+        weights = self._weights()
+        of_layer = sum(layers[0].nbytes for layers in weights.values())
+        count = max(LEAST_LAYERS, -(-ENOUGH_BYTES // of_layer))
         chains = {
-            rows: partial(self.stream, inputs, attend, layers=layers)
+            rows: partial(self.stream, inputs, attend, layers=count)
             for rows, (inputs, attend) in steps.items()
         }
-        self._linears.refine(("qkv", "o", "gate_up", "down"), chains, budget_s=budget_seconds)
+        self._linears.refine(weights, chains, budget_s=budget_seconds)
